@@ -1,0 +1,78 @@
+"""Which ranks talk to each other along each axis of the mesh, and through which process group."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from interlace.collectives.handle import Meter
+from interlace.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks along one axis through this rank.
+
+    `ranks` in axis order, `rank` this rank's place among them.  `process_group` is None for a group of one, for which
+    every collective is the identity.  `stream` is the side stream transfers run on (None on a CPU).
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    meter: Meter
+    process_group: dist.ProcessGroup | None = None
+    stream: torch.cuda.Stream | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu", axis: str = "dp", meter: Meter | None = None) -> Group:
+        """A group of one: nothing to talk to."""
+        return cls(axis, (0,), 0, torch.device(device), meter or Meter())
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """One `Group` per axis of the mesh, sharing one meter.  `groups["dp"]`."""
+
+    mesh: Mesh
+    rank: int
+    by_axis: dict[str, Group] = field(default_factory=dict)
+
+    def __getitem__(self, axis: str) -> Group:
+        return self.by_axis[axis]
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.by_axis.values())
+
+
+def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, meter: Meter | None = None) -> Groups:
+    """Collective over the whole world: every rank calls it once with the same mesh.
+
+    Axes of size one get no process group.  An axis that spans the world uses the world's own group, so that no second
+    communicator is made.  `timeout` in seconds bounds every transfer of a group.
+    """
+    meter = meter or Meter()
+    groups = Groups(mesh, rank)
+    limit = datetime.timedelta(seconds=timeout)
+    for axis, size in mesh.axes:
+        ranks = mesh.peers(rank, axis)
+        process_group: dist.ProcessGroup | None = None
+        if size == mesh.world and size > 1:
+            process_group = dist.group.WORLD
+        elif size > 1:
+            for members in mesh.groups(axis):  # every rank makes every group, in the same order
+                made = dist.new_group(list(members), timeout=limit)
+                if members == ranks:
+                    process_group = made
+        stream = torch.cuda.Stream(device) if device.type == "cuda" and size > 1 else None
+        groups.by_axis[axis] = Group(axis, ranks, ranks.index(rank), device, meter, process_group, stream)
+    return groups

@@ -1,0 +1,173 @@
+"""A transfer in flight is a value.
+
+Equals the plain collective followed by using its result.  Quicker because the result is asked for (`wait`) only where
+it is used, so that compute enqueued between the start and the `wait` runs under the transfer.
+
+On a GPU the transfer runs on the group's side stream: it begins when everything the compute stream held at the start
+is done, its follow-up arithmetic (`finish`) runs on the side stream too, and `wait` makes the compute stream, not the
+host, wait.  On a CPU gloo's own threads move the bytes and `finish` runs inside `wait`.
+
+Tried and dropped: `Tensor.record_stream` for the buffers (memory comes back late and at a time nobody can predict);
+the handle keeps them alive until `wait` instead, after which the compute stream is ordered behind the transfer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from interlace.events import Event
+
+T = TypeVar("T")
+
+# A moment: seconds on this host's monotonic clock, or a CUDA event that will say when the stream came past.
+Moment = float | torch.cuda.Event
+
+
+class Meter:
+    """What one rank sent, by collective and axis, and how long it stood still, by axis.
+
+    `sent` counts bytes that left this rank and `calls` the transfers, both since the last `reset_counts`.
+    `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
+    where a rank hangs; by default it does nothing.
+    """
+
+    def __init__(self, waiting: Callable[[str], AbstractContextManager[Any]] | None = None) -> None:
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
+        self._stalls: list[tuple[str, str, Moment, Moment]] = []
+        self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
+
+    def count(self, collective: str, axis: str, nbytes: int) -> None:
+        self.sent[collective, axis] += nbytes
+        self.calls[collective, axis] += 1
+
+    def reset_counts(self) -> None:
+        self.sent.clear()
+        self.calls.clear()
+
+    def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
+        self._stalls.append((axis, name, begin, end))
+
+    def transferred(self, axis: str, name: str, begin: Moment, end: Moment, nbytes: int) -> None:
+        self._transfers.append((axis, name, begin, end, nbytes))
+
+    def take(self, rank: int, origin: Moment) -> tuple[dict[str, float], list[Event]]:
+        """Seconds stood still by axis, and the events, since the last call; times count from `origin`.
+
+        On a GPU the caller must have synchronised with the compute stream since the last wait.
+        """
+        waited: dict[str, float] = {}
+        events = []
+        for axis, name, begin, end in self._stalls:
+            start, stop = _between(origin, begin), _between(origin, end)
+            waited[axis] = waited.get(axis, 0.0) + stop - start
+            events.append(Event(rank, "compute", "wait", name, start, stop))
+        for axis, name, begin, end, nbytes in self._transfers:
+            events.append(
+                Event(rank, f"comm.{axis}", "comm", name, _between(origin, begin), _between(origin, end), nbytes)
+            )
+        self._stalls.clear()
+        self._transfers.clear()
+        return waited, events
+
+
+class Handle(Generic[T]):
+    """A started transfer.  `wait()` returns its result and may be called again; the buffers live until then."""
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait: Callable[[], T] | None = wait
+        self._result: T | None = None
+
+    @classmethod
+    def done(cls, result: T) -> Handle[T]:
+        """A transfer that had nothing to move (a group of one)."""
+        return cls(lambda: result)
+
+    def wait(self) -> T:
+        if self._wait is not None:
+            self._result, self._wait = self._wait(), None
+        return self._result  # type: ignore[return-value]
+
+
+def start(
+    meter: Meter,
+    axis: str,
+    name: str,
+    nbytes: int,
+    stream: torch.cuda.Stream | None,
+    prepare: Callable[[], None] | None,
+    launch: Callable[[], list[dist.Work]],
+    finish: Callable[[], T],
+) -> Handle[T]:
+    """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
+
+    `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  The closures hold every buffer.
+    """
+    if stream is None:
+        begin = time.perf_counter()
+        if prepare is not None:
+            prepare()
+        works = launch()
+
+        def wait_on_host() -> T:
+            stood = time.perf_counter()
+            with meter.waiting(name):
+                for work in works:
+                    work.wait()
+            moved = time.perf_counter()
+            meter.stalled(axis, name, stood, moved)
+            meter.transferred(axis, name, begin, moved, nbytes)
+            return finish()
+
+        return Handle(wait_on_host)
+
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        if prepare is not None:
+            prepare()
+        began = _mark(stream)
+        for work in launch():
+            work.wait()  # the side stream waits, the host goes on
+        ended = _mark(stream)
+        result = finish()
+        ready = _mark(stream)
+    meter.transferred(axis, name, began, ended, nbytes)
+    keep = (launch, finish)
+
+    def wait_on_stream() -> T:
+        nonlocal keep
+        compute = torch.cuda.current_stream(stream.device)
+        stood = _mark(compute)
+        compute.wait_event(ready)
+        meter.stalled(axis, name, stood, _mark(compute))
+        del keep
+        return result
+
+    return Handle(wait_on_stream)
+
+
+def now(device: torch.device) -> Moment:
+    """This moment on the compute stream of `device`, or on the host's clock."""
+    return _mark(torch.cuda.current_stream(device)) if device.type == "cuda" else time.perf_counter()
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def _between(origin: Moment, moment: Moment) -> float:
+    if isinstance(moment, torch.cuda.Event):
+        assert isinstance(origin, torch.cuda.Event)
+        return origin.elapsed_time(moment) / 1e3
+    assert not isinstance(origin, torch.cuda.Event)
+    return moment - origin

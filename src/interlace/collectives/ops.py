@@ -1,0 +1,142 @@
+"""Transfers that only move: all-gather, all-to-all, broadcast.  Sizes may differ between ranks.
+
+Each equals the function of the same name in `torch.distributed`, on gloo and on NCCL.  Element types a back end does
+not know travel as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from interlace.collectives.groups import Group
+from interlace.collectives.handle import Handle, start
+
+# torch 2.13 renamed `all_gather_into_tensor` and warns at the old name; 2.11 has only that.  Nothing else decides.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def all_gather(
+    shard: torch.Tensor,
+    group: Group,
+    *,
+    sizes: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    name: str = "all_gather",
+) -> Handle[torch.Tensor]:
+    """Every rank's `shard`, one after another in group order.
+
+    shard: 1-D, contiguous, `sizes[rank]` elements.  `sizes` per rank when they differ (all equal when None).  `out`:
+    1-D of sum(sizes), written in place; `shard` may be its own part of it.  `source`, when given, is copied (and cast)
+    into `shard` as part of the transfer, on the side stream.  Sends `shard`'s bytes to every other rank.
+    """
+    count = shard.numel()
+    sizes = [count] * group.size if sizes is None else list(sizes)
+    assert sizes[group.rank] == count, (sizes, group.rank, count)
+    if out is None:
+        out = shard.new_empty(sum(sizes))
+    parts = list(out.split(sizes))
+    own = parts[group.rank]
+    aliased = own.data_ptr() == shard.data_ptr() or count == 0
+
+    def prepare() -> None:
+        if source is not None:
+            shard.copy_(source)
+        if not aliased and (uneven or group.size == 1):
+            own.copy_(shard)
+
+    uneven = len(set(sizes)) > 1
+    if group.process_group is None:
+        prepare()
+        return Handle.done(out)
+    result, process_group = out, group.process_group
+    nbytes = count * shard.element_size() * (group.size - 1)
+    group.meter.count("all_gather", group.axis, nbytes)
+
+    def launch() -> list[dist.Work]:
+        if uneven:
+            return _exchange(group, lambda peer: shard, lambda peer: parts[peer])
+        given = shard
+        if aliased and group.stream is None:  # gloo reads and writes the buffers at the same time
+            given = shard.clone()
+        work = _all_gather_single(_bytes(result), _bytes(given), group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, lambda: result)
+
+
+def all_to_all(
+    flat: torch.Tensor,
+    group: Group,
+    *,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    name: str = "all_to_all",
+) -> Handle[torch.Tensor]:
+    """Part i of `flat` goes to rank i; the result holds, in group order, what every rank sent here.
+
+    flat: 1-D, contiguous, sum(send_sizes) elements.  Sends all parts but the own one.
+    """
+    assert flat.numel() == sum(send_sizes) and send_sizes[group.rank] == receive_sizes[group.rank]
+    received = flat.new_empty(sum(receive_sizes))
+    sent, got = list(flat.split(list(send_sizes))), list(received.split(list(receive_sizes)))
+    if group.process_group is None:
+        return Handle.done(flat.clone())
+    nbytes = (flat.numel() - send_sizes[group.rank]) * flat.element_size()
+    group.meter.count("all_to_all", group.axis, nbytes)
+
+    def launch() -> list[dist.Work]:
+        return exchange_parts(group, flat, sent, received, got)
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: received)
+
+
+def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = "broadcast") -> Handle[torch.Tensor]:
+    """`tensor` of group rank `root`, in place on every rank.  Any shape; contiguous."""
+    if group.process_group is None:
+        return Handle.done(tensor)
+    process_group, source = group.process_group, group.ranks[root]
+    flat = tensor.view(-1)
+    nbytes = flat.numel() * flat.element_size() * (group.size - 1) if group.rank == root else 0
+    group.meter.count("broadcast", group.axis, nbytes)
+
+    def launch() -> list[dist.Work]:
+        work = dist.broadcast(_bytes(flat), source, group=process_group, async_op=True)
+        return [work] if work is not None else []
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: tensor)
+
+
+def exchange_parts(
+    group: Group, flat: torch.Tensor, sent: list[torch.Tensor], received: torch.Tensor, got: list[torch.Tensor]
+) -> list[dist.Work]:
+    """The works of an all-to-all; one call when all parts are equal, point to point otherwise."""
+    if len({part.numel() for part in sent} | {part.numel() for part in got}) == 1:
+        work = dist.all_to_all_single(_bytes(received), _bytes(flat), group=group.process_group, async_op=True)
+        return [work] if work is not None else []
+    got[group.rank].copy_(sent[group.rank])
+    return _exchange(group, lambda peer: sent[peer], lambda peer: got[peer])
+
+
+def _exchange(
+    group: Group, give: Callable[[int], torch.Tensor], take: Callable[[int], torch.Tensor]
+) -> list[dist.Work]:
+    """Sends `give(peer)` to every peer and receives `take(peer)` from it; empty messages are not sent."""
+    operations = []
+    for peer, rank in enumerate(group.ranks):
+        if peer == group.rank:
+            continue
+        outgoing, incoming = give(peer), take(peer)
+        if outgoing.numel():
+            operations.append(dist.P2POp(dist.isend, _bytes(outgoing), rank, group.process_group))
+        if incoming.numel():
+            operations.append(dist.P2POp(dist.irecv, _bytes(incoming), rank, group.process_group))
+    return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as plain bytes: a move needs no element type."""
+    return tensor.view(torch.uint8)

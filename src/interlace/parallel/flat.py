@@ -1,0 +1,364 @@
+"""Parameters that travel together: one flat run of elements, cut over the data axis in whole chunks.
+
+The parameters of a unit (a decoder block, say) that share a dtype and are all trainable, or all frozen, lie one after
+another in one flat run.  Each begins on a chunk boundary, those with weight decay first, and the run is padded until
+its chunks divide by the ranks.  So one all-gather, in place and without a copy, makes every parameter of the unit a
+view of one buffer, and one reduce-scatter takes their gradients.  Each parameter's layout is `(N M)/dp:c@s/t`: it
+starts at chunk s of a unit of t chunks of c elements (`interlace.layout`).
+
+What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 1910.02054):
+
+    zero            0      1      2      3
+    main weights    n     n/w    n/w    n/w     fp32, what the optimizer updates
+    parameters      n*     n      n     two units at a time, in shared buffers
+    gradients       n      n     n/w    n/w     fp32, after the reduction
+    * no second copy when the parameters compute in the dtype of the main weights
+
+Tried and dropped: one shard per parameter (as FSDP2).  It needs a copy out of the gathered buffer for each gather, an
+extra read and write of every weight, twice a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from interlace.collectives import Group, Handle, all_gather, all_reduce, reduce_scatter
+
+# (parameter name, first element, one past the last) -> that range of the flattened initial values
+Materialise = Callable[[str, int, int], torch.Tensor]
+
+
+@dataclass
+class Member:
+    """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run."""
+
+    name: str
+    parameter: nn.Parameter
+    dims: str
+    decay: bool
+    shape: torch.Size
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(eq=False)
+class Slot:
+    """A buffer that whole units are gathered into, one after another.  `content` is the run that it holds now."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    buffer: torch.Tensor | None = None
+    content: Flat | None = None
+    arriving: Handle[torch.Tensor] | None = None
+    last_user: int = -1
+
+    def reserve(self) -> torch.Tensor:
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        return self.buffer
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    leaf: nn.Parameter
+    leaf_start: int
+    leaf_stop: int
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Flat:
+    """A run of parameters, its main weights, its place to be gathered in, and its gradients."""
+
+    name: str
+    members: list[Member]
+    group: Group
+    zero: int
+    trainable: bool
+    compute_dtype: torch.dtype
+    main_dtype: torch.dtype
+    chunk: int = 0
+    numel: int = 0
+    main: torch.Tensor = field(init=False)
+    leaves: list[nn.Parameter] = field(default_factory=list)
+    slot: Slot | None = None
+    grad: torch.Tensor | None = None
+    _shard_grad: torch.Tensor | None = None
+    _carried: torch.Tensor | None = None
+    _written: set[int] = field(default_factory=set)
+    _leaf_starts: list[int] = field(default_factory=list)
+    _shown: bool = False
+
+    def __post_init__(self) -> None:
+        self.members.sort(key=lambda member: not member.decay)  # stable: decayed first, else in the module's order
+        self.chunk = chunk_elements(sum(member.numel for member in self.members))
+        offset = 0
+        for member in self.members:
+            member.offset = offset
+            offset += math.ceil(member.numel / self.chunk) * self.chunk
+        block = self.chunk * self.group.size
+        self.numel = math.ceil(offset / block) * block
+
+    # -- what this rank holds ----------------------------------------------------------------------------------------
+
+    @property
+    def sharded(self) -> bool:
+        return self.zero > 0 and self.group.size > 1
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First and past-the-last element of the run that this rank owns (also under zero=0: what it writes out)."""
+        size = self.numel // self.group.size
+        return self.group.rank * size, (self.group.rank + 1) * size
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The elements of the run whose main weights this rank holds."""
+        return self.own if self.sharded else (0, self.numel)
+
+    @property
+    def casts(self) -> bool:
+        """Whether the parameters are a second copy, in another dtype or place than the main weights."""
+        return self.sharded or self.compute_dtype != self.main_dtype
+
+    def layout(self, member: Member) -> str:
+        """The layout string of a parameter's main weights."""
+        if not self.sharded:
+            return member.dims
+        start, total = member.offset // self.chunk, self.numel // self.chunk
+        return f"({member.dims})/{self.group.axis}:{self.chunk}@{start}/{total}"
+
+    def build(self, device: torch.device, materialise: Materialise | None) -> None:
+        """Allocates the main weights and fills them, from the parameters or from `materialise`, range by range."""
+        begin, end = self.held
+        self.main = torch.zeros(end - begin, dtype=self.main_dtype, device=device)
+        for member in self.members:
+            start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
+            if start >= stop:
+                continue
+            first, last = start - member.offset, stop - member.offset
+            values = (
+                member.parameter.detach().reshape(-1)[first:last]
+                if materialise is None
+                else materialise(member.name, first, last)
+            )
+            self.main[start - begin : stop - begin].copy_(values)
+        if self.trainable:
+            self._make_leaves()
+
+    def _make_leaves(self) -> None:
+        begin, end = self.held
+        decayed = max((m.offset + m.numel for m in self.members if m.decay), default=0)
+        decayed = math.ceil(decayed / self.chunk) * self.chunk
+        border = min(max(decayed, begin), end)
+        for start, stop, decay in ((begin, border, True), (border, end, False)):
+            if start == stop:
+                continue
+            leaf = nn.Parameter(self.main[start - begin : stop - begin])
+            leaf.decay = decay  # type: ignore[attr-defined]
+            leaf.label = f"{self.name}.{'decay' if decay else 'no_decay'}"  # type: ignore[attr-defined]
+            self.leaves.append(leaf)
+            self._leaf_starts.append(start)
+
+    def placements(self, owned: bool) -> Iterator[Placement]:
+        """Where each parameter's elements lie in the leaves: only the owned ones, or all that this rank holds."""
+        begin, end = self.own if owned else self.held
+        for member in self.members:
+            for leaf, leaf_start in zip(self.leaves, self._leaf_starts, strict=True):
+                start = max(begin, member.offset, leaf_start)
+                stop = min(end, member.offset + member.numel, leaf_start + leaf.numel())
+                if start < stop or (member.numel == 0 and leaf is self.leaves[0] and self.group.rank == 0):
+                    yield Placement(
+                        member.name,
+                        tuple(member.shape),
+                        self.layout(member),
+                        leaf,
+                        start - leaf_start,
+                        max(stop, start) - leaf_start,
+                        start - member.offset,
+                        max(stop, start) - member.offset,
+                    )
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Starts making the whole run available in its slot, unless it is there already."""
+        slot = self.slot
+        if slot is None or slot.content is self:
+            return
+        if slot.arriving is not None:  # a unit that nobody used was on its way into this buffer
+            slot.arriving.wait()
+        whole = slot.reserve()[: self.numel]
+        slot.content = self
+        if not self.sharded:
+            whole.copy_(self.main)
+            return
+        begin, end = self.own
+        slot.arriving = all_gather(
+            whole[begin:end], self.group, out=whole, source=self.main, name=f"gather {self.name}"
+        )
+
+    def show(self) -> None:
+        """Waits for the gather and lets the parameters point at it."""
+        slot = self.slot
+        if slot is None:
+            return
+        assert slot.content is self, f"{self.name} is not gathered"
+        if slot.arriving is not None:
+            slot.arriving.wait()
+            slot.arriving = None
+        if not self._shown:
+            self.point(slot.reserve())
+
+    def point(self, whole: torch.Tensor) -> None:
+        """Makes every parameter a view of `whole`."""
+        self._shown = True
+        for member in self.members:
+            member.parameter.data = whole[member.offset : member.offset + member.numel].view(member.shape)
+
+    def hide(self) -> None:
+        """Parameters whose buffer will hold another unit read as NaN, in the right shape, and take no memory."""
+        self._shown = False
+        value = math.nan if self.compute_dtype.is_floating_point or self.compute_dtype.is_complex else 0
+        absent = torch.full((), value, dtype=self.compute_dtype, device=self.main.device)
+        for member in self.members:
+            member.parameter.data = absent.expand(member.shape)
+
+    def forget(self) -> None:
+        """The gathered copy is out of date (the main weights have changed)."""
+        if self.slot is not None and self.slot.content is self:
+            if self.slot.arriving is not None:
+                self.slot.arriving.wait()
+                self.slot.arriving = None
+            self.slot.content = None
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def accumulate(self, index: int) -> None:
+        """Adds the gradient of member `index` to the fp32 run, and takes it off the parameter."""
+        member = self.members[index]
+        grad = member.parameter.grad
+        assert grad is not None
+        if not self._written:
+            self._begin_gradients()
+        assert self.grad is not None
+        place = self.grad[member.offset : member.offset + member.numel].view(member.shape)
+        if index in self._written:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self._written.add(index)
+        member.parameter.grad = None
+
+    def _begin_gradients(self) -> None:
+        if self.leaves and self.leaves[0].grad is not None:  # the caller adds several reductions up
+            self._carried = self._reduced().clone()
+        if self.grad is None:
+            self.grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.main.device)
+        ends = [member.offset + member.numel for member in self.members]
+        for end, following in zip(ends, [m.offset for m in self.members[1:]] + [self.numel], strict=True):
+            self.grad[end:following].zero_()
+
+    def _reduced(self) -> torch.Tensor:
+        """Where the reduced gradient of the held elements lies."""
+        if not self.sharded:
+            assert self.grad is not None
+            return self.grad
+        if self.zero == 1:
+            assert self.grad is not None
+            return self.grad[self.own[0] : self.own[1]]
+        if self._shard_grad is None:
+            self._shard_grad = torch.empty_like(self.main)
+        return self._shard_grad
+
+    def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
+        """Starts the sum over ranks; members without a gradient on this rank count as zero."""
+        if not self._written:
+            self._begin_gradients()
+        assert self.grad is not None
+        for index, member in enumerate(self.members):
+            if index not in self._written:
+                self.grad[member.offset : member.offset + member.numel].zero_()
+        self._written.clear()
+        name = f"reduce {self.name}"
+        if not self.sharded:
+            return all_reduce(self.grad, self.group, wire=wire, scale=scale, name=name)
+        return reduce_scatter(self.grad, self.group, out=self._reduced(), wire=wire, scale=scale, name=name)
+
+    def deliver(self) -> None:
+        """After the reduction: hands the gradient to the leaves and lets the whole run go where only a shard stays."""
+        if self.sharded and self.zero >= 2:
+            self.grad = None
+        reduced = self._reduced()
+        if self._carried is not None:
+            reduced.add_(self._carried)
+            self._carried = None
+        begin = self.held[0]
+        for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
+            leaf.grad = reduced[start - begin : start - begin + leaf.numel()]
+
+    # -- whole tensors, for checks and export --------------------------------------------------------------------------
+
+    def whole(self, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter in full, from `values` laid out as the main weights.  Collective when sharded."""
+        if self.sharded:
+            values = all_gather(values.contiguous(), self.group, name=f"collect {self.name}").wait()
+        for member in self.members:
+            yield member.name, values[member.offset : member.offset + member.numel].view(member.shape)
+
+    def reduced_gradient(self) -> torch.Tensor:
+        """The reduced gradient of the held elements, after a backward pass."""
+        assert self.leaves[0].grad is not None
+        return self._reduced()
+
+
+def chunk_elements(numel: int) -> int:
+    """Elements in a chunk for a run of `numel`: a power of two, at least 8, about 1/4096 of the run, at most 4096.
+
+    It depends on the run alone, never on the number of ranks, so that sums over chunks are the same for every plan.
+    """
+    return min(4096, max(8, 1 << max(0, (max(numel, 1) // 4096).bit_length() - 1)))
+
+
+def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:
+    """Gives each run that needs one a buffer.  Two runs share a buffer when they are `distance` units apart or more.
+
+    `positions` are the units' places in the order of execution.  Without `share` every run keeps its own buffer.
+    """
+    slots: list[Slot] = []
+    for flat, position in zip(flats, positions, strict=True):
+        if not flat.casts:
+            continue
+        fitting = [
+            slot
+            for slot in slots
+            if share
+            and flat.sharded
+            and slot.dtype == flat.compute_dtype
+            and slot.last_user >= 0
+            and slot.last_user + distance <= position
+            and slot.numel.bit_length() == flat.numel.bit_length()
+        ]
+        if fitting:
+            flat.slot = min(fitting, key=lambda slot: abs(slot.numel - flat.numel))
+            flat.slot.numel = max(flat.slot.numel, flat.numel)
+        else:
+            flat.slot = Slot(flat.numel, flat.compute_dtype, flat.main.device)
+            slots.append(flat.slot)
+        flat.slot.last_user = position if share and flat.sharded else -1
+    return slots
