@@ -1,7 +1,7 @@
-"""Transfers between ranks as values: each function starts one, hands back a `Handle`, and never blocks before `wait`."""
+"""Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
 from interlace.collectives.groups import Group, Groups, make_groups
-from interlace.collectives.handle import Handle, Meter
+from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
 from interlace.collectives.ordered import all_reduce, reduce_scatter, sum_scalars
 
@@ -10,6 +10,7 @@ __all__ = [
     "Groups",
     "Handle",
     "Meter",
+    "Record",
     "all_gather",
     "all_reduce",
     "all_to_all",

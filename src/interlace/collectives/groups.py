@@ -33,18 +33,17 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    @classmethod
-    def alone(cls, device: torch.device | str = "cpu", axis: str = "dp", meter: Meter | None = None) -> Group:
-        """A group of one: nothing to talk to."""
-        return cls(axis, (0,), 0, torch.device(device), meter or Meter())
-
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """One `Group` per axis of the mesh, sharing one meter.  `groups["dp"]`."""
+    """One `Group` per axis of the mesh, `groups["dp"]`, sharing one meter.
+
+    `host` joins all ranks for small CPU tensors (counts, timings); its traffic is not metered with the axes'.
+    """
 
     mesh: Mesh
     rank: int
+    host: Group
     by_axis: dict[str, Group] = field(default_factory=dict)
 
     def __getitem__(self, axis: str) -> Group:
@@ -61,7 +60,11 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     communicator is made.  `timeout` in seconds bounds every transfer of a group.
     """
     meter = meter or Meter()
-    groups = Groups(mesh, rank)
+    world = tuple(range(mesh.world))
+    host = Group(
+        "world", world, rank, torch.device("cpu"), Meter(meter.waiting), dist.group.WORLD if len(world) > 1 else None
+    )
+    groups = Groups(mesh, rank, host)
     limit = datetime.timedelta(seconds=timeout)
     for axis, size in mesh.axes:
         ranks = mesh.peers(rank, axis)

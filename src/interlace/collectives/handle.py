@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -59,24 +60,39 @@ class Meter:
     def transferred(self, axis: str, name: str, begin: Moment, end: Moment, nbytes: int) -> None:
         self._transfers.append((axis, name, begin, end, nbytes))
 
-    def take(self, rank: int, origin: Moment) -> tuple[dict[str, float], list[Event]]:
-        """Seconds stood still by axis, and the events, since the last call; times count from `origin`.
-
-        On a GPU the caller must have synchronised with the compute stream since the last wait.
-        """
-        waited: dict[str, float] = {}
-        events = []
-        for axis, name, begin, end in self._stalls:
-            start, stop = _between(origin, begin), _between(origin, end)
-            waited[axis] = waited.get(axis, 0.0) + stop - start
-            events.append(Event(rank, "compute", "wait", name, start, stop))
-        for axis, name, begin, end, nbytes in self._transfers:
-            events.append(
-                Event(rank, f"comm.{axis}", "comm", name, _between(origin, begin), _between(origin, end), nbytes)
-            )
+    def cut(self) -> Record:
+        """What happened since the last cut; its times can be read once the compute stream has come past."""
+        record = Record(tuple(self._stalls), tuple(self._transfers))
         self._stalls.clear()
         self._transfers.clear()
-        return waited, events
+        return record
+
+
+@dataclass(frozen=True)
+class Record:
+    """The waits and transfers of a stretch of work, as moments."""
+
+    stalls: tuple[tuple[str, str, Moment, Moment], ...]
+    transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
+
+    def waited(self) -> dict[str, float]:
+        """Seconds that this rank's compute stood still for a transfer, by axis."""
+        seconds: dict[str, float] = {}
+        for axis, _, begin, end in self.stalls:
+            seconds[axis] = seconds.get(axis, 0.0) + between(begin, end)
+        return seconds
+
+    def events(self, rank: int, origin: Moment, at: float) -> list[Event]:
+        """The same as events; `at` is the time of `origin` in seconds."""
+        waits = [
+            Event(rank, "compute", "wait", name, at + between(origin, begin), at + between(origin, end))
+            for _, name, begin, end in self.stalls
+        ]
+        moves = [
+            Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
+            for axis, name, begin, end, nbytes in self.transfers
+        ]
+        return waits + moves
 
 
 class Handle(Generic[T]):
@@ -165,9 +181,10 @@ def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def _between(origin: Moment, moment: Moment) -> float:
+def between(origin: Moment, moment: Moment) -> float:
+    """Seconds from one moment to another on the same device."""
     if isinstance(moment, torch.cuda.Event):
         assert isinstance(origin, torch.cuda.Event)
-        return origin.elapsed_time(moment) / 1e3
+        return float(origin.elapsed_time(moment)) / 1e3
     assert not isinstance(origin, torch.cuda.Event)
     return moment - origin

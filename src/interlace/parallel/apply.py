@@ -71,5 +71,7 @@ def _groups(mesh: Mesh | str | None, world: World, timeout: float) -> Groups:
         raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {world.size} are running; use dp={world.size}.")
     other = [axis for axis, size in mesh.axes if size > 1 and axis != "dp"]
     if other:
-        raise PlanError(f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={world.size}.")
+        raise PlanError(
+            f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={world.size}."
+        )
     return make_groups(mesh, world.rank, world.device, timeout)

@@ -14,9 +14,7 @@ computes, and its gradients leave as soon as its backward is done.
 
 All gathers and reductions of a step are one static list, the same on every rank.  Hooks only say how far the list may
 go, and the end of backward issues what is left, so that a branch taken by one rank, or a layer used by none, can
-neither hang nor mix transfers up.  The backward list, for units n-1 .. 0 gathered `ahead` units early:
-
-    gather n-1, gather n-2, gather n-3, reduce n-1, gather n-4, reduce n-2, ... reduce 0, reduce root
+neither hang nor mix transfers up.  The lists themselves are `interlace.plan.zero`.
 
 Parameters used by several units, and those outside every unit, belong to the root unit, which stays gathered from the
 start of forward to the end of backward.  Units that are still in their buffers are not gathered again (the last ones
@@ -39,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from interlace.collectives import Group, Handle, broadcast
 from interlace.errors import ConfigError
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots
+from interlace.plan.zero import backward_list
 
 ROOT = "root"
 
@@ -124,7 +123,9 @@ class DataParallel(nn.Module):
         if materialise is not None:
             _leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots()
-        self._items = self._backward_list()
+        regather = [zero == 3 and unit.regather for unit in self.units]
+        everyone = [*self.units, self.root]
+        self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, ahead)]
         self._register_hooks()
         for flat in self.flats:
             if flat.slot is None:
@@ -178,7 +179,7 @@ class DataParallel(nn.Module):
         return [leaf for flat in self.flats for leaf in flat.leaves]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((leaf.label, leaf) for leaf in self.leaves())  # type: ignore[misc]
+        return ((leaf.label, leaf) for leaf in self.leaves())  # type: ignore[attr-defined]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return iter(self.leaves())
@@ -259,17 +260,6 @@ class DataParallel(nn.Module):
         positions = [unit.position for unit in self.units for _ in unit.flats]
         shared = assign_slots(flats, positions, self.ahead + 1, share=self.zero == 3)
         return shared + assign_slots(self.root.flats, [0] * len(self.root.flats), 1, share=False)
-
-    def _backward_list(self) -> list[tuple[str, Unit]]:
-        """The static list of this module's backward pass (see the module's docstring)."""
-        order = self.units[::-1]
-        gathers = [("gather", unit) for unit in order if self.zero == 3 and unit.regather]
-        reduces = [("reduce", unit) for unit in order]
-        items = gathers[: self.ahead]
-        for step in range(max(len(gathers), len(reduces) + 1)):
-            items += gathers[step + self.ahead : step + self.ahead + 1]
-            items += reduces[step - 1 : step] if step else []
-        return [*items, *reduces[max(len(gathers), len(reduces) + 1) - 1 :], ("reduce", self.root)]
 
     def _register_hooks(self) -> None:
         for unit in self.units:
@@ -368,7 +358,7 @@ class DataParallel(nn.Module):
                 if flat.trainable
                 for index in range(len(flat.members))
             }
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
@@ -404,9 +394,7 @@ class DataParallel(nn.Module):
     def _issue_through_gather(self, position: int) -> None:
         """Issues the list up to the gather of the unit at `position` or, if it has none, the next one before it."""
         wanted = [
-            place
-            for place, (kind, unit) in enumerate(self._items)
-            if kind == "gather" and unit.position >= position
+            place for place, (kind, unit) in enumerate(self._items) if kind == "gather" and unit.position >= position
         ]
         while wanted and self._next_item <= wanted[-1]:
             self._issue()

@@ -1,8 +1,7 @@
 """Parameters that travel together: one flat run of elements, cut over the data axis in whole chunks.
 
 The parameters of a unit (a decoder block, say) that share a dtype and are all trainable, or all frozen, lie one after
-another in one flat run.  Each begins on a chunk boundary, those with weight decay first, and the run is padded until
-its chunks divide by the ranks.  So one all-gather, in place and without a copy, makes every parameter of the unit a
+another in one flat run, cut as `interlace.plan.zero` says, those with weight decay first.  So one all-gather, in place and without a copy, makes every parameter of the unit a
 view of one buffer, and one reduce-scatter takes their gradients.  Each parameter's layout is `(N M)/dp:c@s/t`: it
 starts at chunk s of a unit of t chunks of c elements (`interlace.layout`).
 
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, all_gather, all_reduce, reduce_scatter
+from interlace.plan.zero import Cut, cut, member_layout, slots
 
 # (parameter name, first element, one past the last) -> that range of the flattened initial values
 Materialise = Callable[[str, int, int], torch.Tensor]
@@ -59,7 +59,6 @@ class Slot:
     buffer: torch.Tensor | None = None
     content: Flat | None = None
     arriving: Handle[torch.Tensor] | None = None
-    last_user: int = -1
 
     def reserve(self) -> torch.Tensor:
         if self.buffer is None:
@@ -92,8 +91,7 @@ class Flat:
     trainable: bool
     compute_dtype: torch.dtype
     main_dtype: torch.dtype
-    chunk: int = 0
-    numel: int = 0
+    cut: Cut = field(init=False)
     main: torch.Tensor = field(init=False)
     leaves: list[nn.Parameter] = field(default_factory=list)
     slot: Slot | None = None
@@ -106,15 +104,16 @@ class Flat:
 
     def __post_init__(self) -> None:
         self.members.sort(key=lambda member: not member.decay)  # stable: decayed first, else in the module's order
-        self.chunk = chunk_elements(sum(member.numel for member in self.members))
-        offset = 0
-        for member in self.members:
+        self.cut = cut([member.numel for member in self.members], self.group.size)
+        for member, offset in zip(self.members, self.cut.offsets, strict=True):
             member.offset = offset
-            offset += math.ceil(member.numel / self.chunk) * self.chunk
-        block = self.chunk * self.group.size
-        self.numel = math.ceil(offset / block) * block
 
     # -- what this rank holds ----------------------------------------------------------------------------------------
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole run, padding included."""
+        return self.cut.total
 
     @property
     def sharded(self) -> bool:
@@ -136,12 +135,10 @@ class Flat:
         """Whether the parameters are a second copy, in another dtype or place than the main weights."""
         return self.sharded or self.compute_dtype != self.main_dtype
 
-    def layout(self, member: Member) -> str:
-        """The layout string of a parameter's main weights."""
-        if not self.sharded:
-            return member.dims
-        start, total = member.offset // self.chunk, self.numel // self.chunk
-        return f"({member.dims})/{self.group.axis}:{self.chunk}@{start}/{total}"
+    def layout(self, index: int) -> str:
+        """The layout string of the main weights of member number `index`."""
+        dims = self.members[index].dims
+        return member_layout(dims, self.cut, index, self.group.axis) if self.sharded else dims
 
     def build(self, device: torch.device, materialise: Materialise | None) -> None:
         """Allocates the main weights and fills them, from the parameters or from `materialise`, range by range."""
@@ -164,7 +161,7 @@ class Flat:
     def _make_leaves(self) -> None:
         begin, end = self.held
         decayed = max((m.offset + m.numel for m in self.members if m.decay), default=0)
-        decayed = math.ceil(decayed / self.chunk) * self.chunk
+        decayed = math.ceil(decayed / self.cut.chunk) * self.cut.chunk
         border = min(max(decayed, begin), end)
         for start, stop, decay in ((begin, border, True), (border, end, False)):
             if start == stop:
@@ -178,7 +175,7 @@ class Flat:
     def placements(self, owned: bool) -> Iterator[Placement]:
         """Where each parameter's elements lie in the leaves: only the owned ones, or all that this rank holds."""
         begin, end = self.own if owned else self.held
-        for member in self.members:
+        for index, member in enumerate(self.members):
             for leaf, leaf_start in zip(self.leaves, self._leaf_starts, strict=True):
                 start = max(begin, member.offset, leaf_start)
                 stop = min(end, member.offset + member.numel, leaf_start + leaf.numel())
@@ -186,7 +183,7 @@ class Flat:
                     yield Placement(
                         member.name,
                         tuple(member.shape),
-                        self.layout(member),
+                        self.layout(index),
                         leaf,
                         start - leaf_start,
                         max(stop, start) - leaf_start,
@@ -327,38 +324,18 @@ class Flat:
         return self._reduced()
 
 
-def chunk_elements(numel: int) -> int:
-    """Elements in a chunk for a run of `numel`: a power of two, at least 8, about 1/4096 of the run, at most 4096.
-
-    It depends on the run alone, never on the number of ranks, so that sums over chunks are the same for every plan.
-    """
-    return min(4096, max(8, 1 << max(0, (max(numel, 1) // 4096).bit_length() - 1)))
-
-
 def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:
-    """Gives each run that needs one a buffer.  Two runs share a buffer when they are `distance` units apart or more.
-
-    `positions` are the units' places in the order of execution.  Without `share` every run keeps its own buffer.
-    """
-    slots: list[Slot] = []
-    for flat, position in zip(flats, positions, strict=True):
-        if not flat.casts:
-            continue
-        fitting = [
-            slot
-            for slot in slots
-            if share
-            and flat.sharded
-            and slot.dtype == flat.compute_dtype
-            and slot.last_user >= 0
-            and slot.last_user + distance <= position
-            and slot.numel.bit_length() == flat.numel.bit_length()
-        ]
-        if fitting:
-            flat.slot = min(fitting, key=lambda slot: abs(slot.numel - flat.numel))
-            flat.slot.numel = max(flat.slot.numel, flat.numel)
-        else:
-            flat.slot = Slot(flat.numel, flat.compute_dtype, flat.main.device)
-            slots.append(flat.slot)
-        flat.slot.last_user = position if share and flat.sharded else -1
-    return slots
+    """Gives each run that needs one a buffer: its own, or with `share` one of `plan.zero.slots`."""
+    casting = [(flat, position) for flat, position in zip(flats, positions, strict=True) if flat.casts]
+    totals = [flat.numel for flat, _ in casting]
+    chosen: Sequence[int] = range(len(casting))
+    if share and casting and casting[0][0].sharded:
+        chosen = slots(totals, [position for _, position in casting], distance)
+    made = {}
+    for (flat, _), number in zip(casting, chosen, strict=True):
+        key = (number, flat.compute_dtype)
+        if key not in made:
+            made[key] = Slot(0, flat.compute_dtype, flat.main.device)
+        flat.slot = made[key]
+        flat.slot.numel = max(flat.slot.numel, flat.numel)
+    return list(made.values())

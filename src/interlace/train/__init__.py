@@ -1,0 +1,1 @@
+"""Training: data, step, optimizer, loop and the comparison with one process.  Import the module you need."""
