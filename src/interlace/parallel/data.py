@@ -171,6 +171,11 @@ class DataParallel(nn.Module):
                     flat.show()
 
     @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different parts of the main weights."""
+        return self.zero > 0 and self.group.size > 1
+
+    @property
     def flats(self) -> list[Flat]:
         return [flat for unit in [*self.units, self.root] for flat in unit.flats]
 
@@ -209,15 +214,12 @@ class DataParallel(nn.Module):
             if flat.trainable:
                 yield from flat.whole(flat.reduced_gradient())
 
-    def resident_bytes(self) -> dict[str, int]:
-        """What this rank keeps between steps, in bytes, counted from the storages themselves."""
-        mains = [flat.main for flat in self.flats]
-        copies = [slot.buffer for slot in self.slots if slot.buffer is not None]
-        grads = [t for flat in self.flats for t in (flat.grad, flat._shard_grad) if t is not None]
+    def resident_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """What this rank keeps between steps: main weights, copies that compute, gradients."""
         return {
-            "main": _storage_bytes(mains),
-            "parameters": _storage_bytes(copies),
-            "gradients": _storage_bytes(grads),
+            "main": [flat.main for flat in self.flats],
+            "copies": [slot.buffer for slot in self.slots if slot.buffer is not None],
+            "gradients": [grad for flat in self.flats for grad in flat.gradients()],
         }
 
     # -- construction --------------------------------------------------------------------------------------------------
@@ -475,7 +477,3 @@ def _leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) 
                 owner._parameters[name] = replaced[id(parameter)]
         for name, buffer in owner._buffers.items():
             assert buffer is None or not buffer.is_meta, f"buffer {name} of a meta module has no values"
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -318,6 +318,10 @@ class Flat:
         for member in self.members:
             yield member.name, values[member.offset : member.offset + member.numel].view(member.shape)
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient tensors that are held now."""
+        return [grad for grad in (self.grad, self._shard_grad) if grad is not None]
+
     def reduced_gradient(self) -> torch.Tensor:
         """The reduced gradient of the held elements, after a backward pass."""
         assert self.leaves[0].grad is not None

@@ -56,6 +56,24 @@ class Batch:
     positions_BT: Tensor
     documents_BT: Tensor
     samples_B: Tensor
+    separate: bool = True
+
+    def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        """Tokens, labels, positions, documents and samples on `device`, in the order that `Decoder.loss` takes them.
+
+        Joined documents are none for the model.
+        """
+        documents_BT = self.documents_BT if self.separate else None
+        if device.type == "cpu":
+            return self.tokens_BT, self.labels_BT, self.positions_BT, documents_BT, self.samples_B
+        move = {"device": device, "non_blocking": True}
+        return (
+            self.tokens_BT.pin_memory().to(**move),
+            self.labels_BT.pin_memory().to(**move),
+            self.positions_BT.pin_memory().to(**move),
+            documents_BT,  # attention makes its offsets from these on the host
+            self.samples_B.to(**move),
+        )
 
 
 class Dataset:
@@ -107,6 +125,10 @@ class Dataset:
         elif rest:
             parts.append(f"the last batch of each epoch has {_count(rest, 'sequence')}")
         return ", ".join(parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that the data set keeps in memory."""
+        return self.text.tokens, self.text.starts, self._order[1]
 
     # ------------------------------------------------------------------------------------------------- order
 
@@ -198,6 +220,7 @@ class Dataset:
             positions_BT=positions_BS[:, :-1].contiguous(),
             documents_BT=document_BS[:, :-1].contiguous(),
             samples_B=epoch * self.num_sequences + numbers_B,
+            separate=self.separate,
         )
 
 

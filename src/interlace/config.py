@@ -1,0 +1,738 @@
+"""What a run is: frozen sections read from TOML, dotted overrides, and back to TOML.
+
+    cfg = load("run.toml", overrides=["train.steps=50"], parallel="dp=2 zero=3", world=2)
+    loads(cfg.to_toml()) == cfg
+
+Only forms are checked here: known keys, types, ranges, and fields of one section that contradict each other.
+Whether a plan divides and fits the machine is `plan.fit`.  A run file's `[model] preset` may bring defaults for
+the other sections; what the run file or an override says wins, key by key.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+
+from interlace.errors import ConfigError, PlanError, nearest
+
+PRESETS = Path(__file__).parent / "models" / "presets"
+
+
+# --- forms: what a value of a field may be -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number: `low` and `high` are allowed values, `above` and `below` are not."""
+
+    low: float | None = None
+    above: float | None = None
+    below: float | None = None
+    high: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.high is None or value <= self.high)
+        )
+
+    def __str__(self) -> str:
+        words = (("at least", self.low), ("above", self.above), ("below", self.below), ("at most", self.high))
+        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A closed list of values; the refusal names the nearest."""
+
+    values: tuple[Any, ...]
+
+    def holds(self, value: Any) -> bool:
+        return value in self.values
+
+    def nearest(self, value: Any) -> Any:
+        if isinstance(value, int | float) and all(isinstance(known, int) for known in self.values):
+            return _closest(value, self.values)
+        return nearest(str(value), [str(known) for known in self.values])
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(map(str, self.values))
+
+
+Positive = Annotated[int, Range(low=1)]
+Count = Annotated[int, Range(low=0)]
+Probability = Annotated[float, Range(low=0, below=1)]
+Amount = Annotated[float, Range(low=0)]
+Above0 = Annotated[float, Range(above=0)]
+Text = Annotated[str, Range(low=1)]  # the range is that of the length
+Precision = Annotated[str, OneOf(("fp32", "bf16"))]
+
+_NAMES: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+@functools.cache
+def _read_hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {f.name: hints[f.name] for f in fields(cls)}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """Field name -> type with its rule, of a section class."""
+    return _read_hints(cls)
+
+
+def _parts(hint: Any) -> tuple[Any, Range | OneOf | None, bool]:
+    """(bare type, rule, may be None) of an annotation."""
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        optional = type(None) in get_args(hint)
+        (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is Annotated:
+        bare, rule = get_args(hint)
+        return bare, rule, optional
+    return hint, None, optional
+
+
+def _describe(hint: Any) -> str:
+    bare, rule, optional = _parts(hint)
+    if get_origin(bare) is tuple:
+        args = get_args(bare)
+        many = "" if args[-1] is Ellipsis else f"{len(args)} "
+        text = f"a list of {many}values, each {_describe(args[0])}"
+    elif isinstance(rule, OneOf):
+        text = str(rule)
+    elif bare is str and rule:
+        text = "a string that is not empty"
+    elif bare in _NAMES:
+        text = _NAMES[bare] + (f" of {rule}" if rule else "").replace("of above", "above")
+    else:
+        text = "a table"
+    return f'{text}, or "none"' if optional else text
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """The value in the field's own type; ValueError when it has another type or lies outside the range."""
+    bare, rule, optional = _parts(hint)
+    if optional and (value is None or value == "none"):
+        return None
+    if get_origin(bare) is tuple:
+        kinds = get_args(bare)
+        if not isinstance(value, list | tuple) or (kinds[-1] is not Ellipsis and len(value) != len(kinds)):
+            raise ValueError
+        return tuple(_convert(item, kinds[0]) for item in value)
+    if bare is RopeScaling:
+        return value if isinstance(value, RopeScaling) else RopeScaling.of(value)
+    if bare is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, bare) or (isinstance(value, bool) and bare is not bool):
+        raise ValueError
+    if bare is float and not math.isfinite(value):
+        raise ValueError
+    if rule and not rule.holds(len(value) if isinstance(rule, Range) and bare is str else value):
+        raise ValueError
+    return value
+
+
+def _checked(value: Any, hint: Any, key: str, error: type[ConfigError] = ConfigError) -> Any:
+    try:
+        return _convert(value, hint)
+    except (ValueError, OverflowError):
+        close = ""
+        rule = _parts(hint)[1]
+        if isinstance(rule, OneOf):
+            near = rule.nearest(value)
+            close = "" if near is None else f"; nearest is {near}"
+        raise error(f"{key} must be {_describe(hint)}, found {_show(value)}{close}") from None
+
+
+def _show(value: Any) -> str:
+    kind = {int: "integer", float: "number", bool: "truth value", str: "string"}.get(type(value), "")
+    text = _toml(value) if kind or isinstance(value, list | tuple | dict) else repr(value)
+    return f"{text} ({kind})" if kind else text
+
+
+def _unknown(
+    what: str, name: str, known: Sequence[str], place: str, error: type[ConfigError] = ConfigError
+) -> ConfigError:
+    near = nearest(name, known)
+    hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+    return error(f"unknown {what} {name} in {place}: {hint}")
+
+
+class _Section:
+    """Checks every field against its annotation on construction, whichever way the value came."""
+
+    _place: ClassVar[str]
+    _error: ClassVar[type[ConfigError]] = ConfigError
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            value = _checked(getattr(self, name), hint, f"{self._place}.{name}".lstrip("."), self._error)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, table: Any) -> Self:
+        """A section from a TOML table; unknown and missing keys are refused by name."""
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{cls._place} must be a table, found {_show(table)}")
+        known = list(_hints(cls))
+        for key in table:
+            if key not in known:
+                raise _unknown("key", key, known, f"[{cls._place}]")
+        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
+        if missing := [name for name in required if name not in table]:
+            raise ConfigError(f"[{cls._place}] lacks {', '.join(missing)}")
+        return cls(**table)
+
+
+# --- the model: how big --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RopeScaling(_Section):
+    """How rotary frequencies are stretched beyond the trained context, in the terms of Hugging Face `rope_scaling`.
+
+    `llama3` uses factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; `linear` only factor;
+    `yarn` factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor (None = derived from
+    factor, or from mscale and mscale_all_dim where both are set) and truncate.
+    """
+
+    _place: ClassVar[str] = "model.rope_scaling"
+
+    type: Annotated[str, OneOf(("llama3", "linear", "yarn"))]
+    factor: Annotated[float, Range(low=1)]
+    low_freq_factor: Above0 = 1.0
+    high_freq_factor: Above0 = 4.0
+    original_max_position_embeddings: Positive | None = None
+    attention_factor: Above0 | None = None
+    beta_fast: Above0 = 32.0
+    beta_slow: Above0 = 1.0
+    mscale: Amount | None = None
+    mscale_all_dim: Amount | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type in ("llama3", "yarn") and self.original_max_position_embeddings is None:
+            raise ConfigError(
+                f"model.rope_scaling of type {self.type} needs original_max_position_embeddings, found none: "
+                "give the context length that the weights were trained with"
+            )
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope_scaling.high_freq_factor must be above low_freq_factor {self.low_freq_factor:g}, "
+                f"found {self.high_freq_factor:g}"
+            )
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
+            raise ConfigError(
+                f"model.rope_scaling.beta_fast must be at least beta_slow {self.beta_slow:g}, found {self.beta_fast:g}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
+
+    `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
+    every layer once `sliding_window` (positions seen, itself included) is set.
+    """
+
+    _place: ClassVar[str] = "model"
+
+    vocab_size: Positive
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    ffn_size: Positive
+    norm: Annotated[str, OneOf(("rmsnorm", "layernorm"))] = "rmsnorm"
+    norm_eps: Above0 = 1e-5
+    activation: Annotated[str, OneOf(("swiglu", "gelu"))] = "swiglu"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Above0 = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: Positive = 2048
+    sliding_window: Positive | None = None
+    window_layers: tuple[Count, ...] | None = None
+    tie_embeddings: bool = False
+    dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    num_experts: Count = 0
+    experts_per_token: Positive = 2
+    expert_ffn_size: Count = 0
+    norm_topk: bool = True
+    router_aux_loss: Amount = 0.0
+    init_std: Above0 = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ConfigError(
+                f"model.num_kv_heads must divide num_heads {self.num_heads}, found {self.num_kv_heads}: "
+                f"nearest is {_closest(self.num_kv_heads, divisors)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim must be even for rotary positions, found {self.head_dim}: "
+                f"nearest is {self.head_dim + 1}"
+            )
+        if self.num_experts:
+            self._check_experts()
+        if self.window_layers is not None:
+            self._check_windows(self.window_layers)
+
+    def _check_experts(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"model.experts_per_token must be at most num_experts {self.num_experts}, "
+                f"found {self.experts_per_token}"
+            )
+        if not self.expert_ffn_size:
+            raise ConfigError(f"model.expert_ffn_size must be at least 1 with num_experts {self.num_experts}, found 0")
+        if self.activation != "swiglu" or self.mlp_bias:
+            found = f'activation = "{self.activation}"' if self.activation != "swiglu" else "mlp_bias = true"
+            raise ConfigError(
+                f'model.num_experts {self.num_experts} needs activation = "swiglu" and mlp_bias = false, found {found}'
+            )
+
+    def _check_windows(self, layers: tuple[int, ...]) -> None:
+        if self.sliding_window is None:
+            raise ConfigError("model.window_layers needs model.sliding_window, found none")
+        if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= self.num_layers):
+            raise ConfigError(
+                f"model.window_layers must be rising layer numbers below num_layers {self.num_layers}, "
+                f"found {list(layers)}"
+            )
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a query of this layer sees at most, itself included; None = all before it."""
+        windowed = self.window_layers is None or layer in self.window_layers
+        return self.sliding_window if windowed else None
+
+
+def _closest(value: float, candidates: Sequence[int]) -> int:
+    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))
+
+
+# --- the plan: how it is split -------------------------------------------------------------------------------------
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "dualpipev")
+AXES = ("dp", "tp", "pp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class ParallelPlan(_Section):
+    """How a run is split over ranks; the string of `--parallel`, e.g. "dp=2 tp=2 zero=3 micro_batches=8".
+
+    `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
+    `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
+    may be a CSV file.
+    """
+
+    _place: ClassVar[str] = ""
+    _error: ClassVar[type[ConfigError]] = PlanError
+
+    dp: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    ep: Positive = 1
+    zero: Annotated[int, OneOf((0, 1, 2, 3))] = 0
+    shard: Count = 0
+    schedule: Text = "1f1b"
+    chunks: Positive = 1
+    micro_batches: Positive = 1
+    micro_batch_size: Count = 0
+    recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
+    overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_file = self.schedule.endswith(".csv") and not re.search(r"\s", self.schedule)
+        if self.schedule not in SCHEDULES and not is_file:
+            near = nearest(self.schedule, SCHEDULES) or "1f1b"
+            raise PlanError(
+                f"schedule must be one of {', '.join(SCHEDULES)} or a .csv file without spaces in its name, "
+                f"found {self.schedule}: nearest is {near}"
+            )
+
+    @property
+    def world(self) -> int:
+        """Ranks that the plan needs: dp x tp x pp x cp (ep folds dp and cp, it is no factor)."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @classmethod
+    def parse(cls, text: str, world: int | None = None) -> ParallelPlan:
+        """A plan from "key=value key=value"; with `world`, an omitted dp fills it.  PlanError on anything else."""
+        values: dict[str, Any] = {}
+        hints = _hints(cls)
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if key not in hints:
+                raise _unknown("key", key, list(hints), f'the parallel plan "{text}"', PlanError)
+            if not equals or not value:
+                raise PlanError(f'{key} has no value in the parallel plan "{text}": write {key}=VALUE')
+            if key in values:
+                raise PlanError(f'{key} is given twice in the parallel plan "{text}"')
+            values[key] = _checked(_typed(value, hints[key]), hints[key], key, PlanError)
+        if world is not None and "dp" not in values:
+            plan = cls(**values)
+            if world % plan.world:
+                raise PlanError(
+                    f'the parallel plan "{text}" needs a multiple of {plan.world} ranks, found {world}: '
+                    f"nearest is {max(plan.world, world - world % plan.world)} ranks"
+                )
+            values["dp"] = world // plan.world
+        return cls(**values)
+
+    def __str__(self) -> str:
+        words = [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+        return " ".join(words) or "dp=1"
+
+
+# --- the other sections --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelSection(_Section):
+    """`[model]`: a preset's name, or a Hugging Face folder (TOML key `from`), or neither; `dims` are ModelConfig fields
+    that win over both."""
+
+    _place: ClassVar[str] = "model"
+
+    preset: str = ""
+    from_: str = ""
+    dims: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _checked(self.preset, str, "model.preset")
+        _checked(self.from_, str, "model.from")
+        if self.preset and self.from_:
+            raise ConfigError(
+                f'[model] takes preset or from, found both preset = "{self.preset}" and from = "{self.from_}"'
+            )
+        hints = _hints(ModelConfig)
+        for key in self.dims:
+            if key not in hints:
+                raise _unknown("key", key, ["preset", "from", *hints], "[model]")
+        dims = {key: _checked(self.dims[key], hint, f"model.{key}") for key, hint in hints.items() if key in self.dims}
+        object.__setattr__(self, "dims", dims)
+
+    @classmethod
+    def of(cls, table: Any) -> Self:
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"model must be a table, found {_show(table)}")
+        dims = dict(table)
+        return cls(preset=dims.pop("preset", ""), from_=dims.pop("from", ""), dims=dims)
+
+
+@dataclass(frozen=True)
+class DataSection(_Section):
+    """`[data]`: what text, how it is cut; `sequence_length` in positions, `field` the text's key in .jsonl lines."""
+
+    _place: ClassVar[str] = "data"
+
+    source: Text = "corpus"
+    field: Text = "text"
+    tokenizer: Text = "bytes"
+    sequence_length: Positive = 256
+    documents: Annotated[str, OneOf(("separate", "joined"))] = "separate"
+    shuffle: bool = True
+    drop_last: bool = False
+    skip_bad_lines: bool = False
+
+
+@dataclass(frozen=True)
+class TrainSection(_Section):
+    """`[train]`: `global_batch` in sequences; `epochs` 0 = by `steps`; `decay` 0 = a fifth of the steps ("wsd" only);
+    `clip` 0 = off."""
+
+    _place: ClassVar[str] = "train"
+
+    steps: Positive = 200
+    epochs: Count = 0
+    global_batch: Positive = 32
+    optimizer: Annotated[str, OneOf(("adamw", "sgd"))] = "adamw"
+    learning_rate: Above0 = 3e-4
+    min_learning_rate: Amount = 0.0
+    lr_schedule: Annotated[str, OneOf(("cosine", "wsd", "constant"))] = "cosine"
+    warmup: Count = 20
+    decay: Count = 0
+    weight_decay: Amount = 0.1
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    eps: Above0 = 1e-8
+    momentum: Probability = 0.0
+    clip: Amount = 1.0
+    precision: Precision = "fp32"
+    reduce_dtype: Precision = "fp32"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_learning_rate > self.learning_rate:
+            raise ConfigError(
+                f"train.min_learning_rate must be at most learning_rate {self.learning_rate:g}, "
+                f"found {self.min_learning_rate:g}"
+            )
+
+
+@dataclass(frozen=True)
+class RunSection(_Section):
+    """`[run]`: `save_every` 0 = only at the end, `keep` 0 = all checkpoints, `timeout` in seconds limits every wait."""
+
+    _place: ClassVar[str] = "run"
+
+    out: Text = "runs/demo"
+    seed: Annotated[int, Range(low=0, below=2**63)] = 0
+    save_every: Count = 50
+    keep: Count = 0
+    log_every: Positive = 1
+    timeout: Above0 = 60.0
+    deterministic: bool = False
+    reproducible: Annotated[str, OneOf(("none", "plan"))] = "none"
+    tensorboard: bool = False
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "run": RunSection,
+}
+_KEYS: dict[str, list[str]] = {
+    "model": ["preset", "from", *_hints(ModelConfig)],
+    "parallel": ["plan"],
+    **{name: list(_hints(_SECTIONS[name])) for name in ("data", "train", "run")},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run: what, how it is split, on what, how, and where to."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    plan: ParallelPlan = field(default_factory=ParallelPlan)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    run: RunSection = field(default_factory=RunSection)
+
+    def model_config(self) -> ModelConfig:
+        """The resolved dimensions: preset or Hugging Face folder, then `[model]` on top.
+
+        Without either, num_kv_heads defaults to num_heads and head_dim to hidden_size / num_heads.
+        """
+        dims: dict[str, Any] = {}
+        if self.model.preset:
+            dims = dict(preset(self.model.preset)["model"])
+        elif self.model.from_:
+            from interlace import hf_config
+
+            read = hf_config.read(self.model.from_)
+            dims = {name: getattr(read, name) for name in _hints(ModelConfig)}
+        dims |= self.model.dims
+        if not self.model.preset and not self.model.from_:
+            if "num_heads" in dims:
+                dims.setdefault("num_kv_heads", dims["num_heads"])
+            if "hidden_size" in dims and "num_heads" in dims and dims["hidden_size"] % dims["num_heads"] == 0:
+                dims.setdefault("head_dim", dims["hidden_size"] // dims["num_heads"])
+            if not dims:
+                raise ConfigError(
+                    "[model] is empty: give preset = NAME, from = FOLDER or dimensions; "
+                    f"presets are {', '.join(preset_names())}"
+                )
+        return ModelConfig.of(dims)
+
+    def to_toml(self) -> str:
+        """The whole run file, every key as used: `loads(cfg.to_toml()) == cfg`."""
+        model: dict[str, Any] = {"preset": self.model.preset} if self.model.preset else {}
+        if self.model.from_:
+            model["from"] = self.model.from_
+        tables = {
+            "model": model | dict(self.model.dims),
+            "parallel": {"plan": str(self.plan)},
+            **{name: _table(getattr(self, name)) for name in ("data", "train", "run")},
+        }
+        return "\n".join(
+            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
+            for name, table in tables.items()
+        )
+
+
+# --- reading and writing -------------------------------------------------------------------------------------------
+
+
+def load(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    parallel: str | None = None,
+    world: int | None = None,
+    preset: str = "demo",
+) -> Config:
+    """A run file, then `overrides` ("train.steps=50"), then `parallel` (replaces the plan).
+
+    path: None = a run file that says only `[model] preset = PRESET`.
+    world: ranks at hand; a plan without dp fills them.
+    Errors: ConfigError, one sentence with the file and, for syntax, the line.
+    """
+    if path is None:
+        return loads(f"[model]\npreset = {_toml(preset)}\n", overrides, parallel, world, where=f"preset {preset}")
+    return loads(_read(Path(path), "run file"), overrides, parallel, world, where=str(path))
+
+
+def loads(
+    text: str,
+    overrides: Sequence[str] = (),
+    parallel: str | None = None,
+    world: int | None = None,
+    where: str = "run file",
+) -> Config:
+    """`load` from the text of a run file; `where` names it in errors."""
+    tables = _parse(text, where)
+    for override in overrides:
+        section, key, value = _override(override)
+        tables[section][key] = value
+    model = ModelSection.of(tables["model"])
+    if model.preset:
+        for name, defaults in preset(model.preset).items():
+            if name != "model":
+                tables[name] = {**defaults, **tables[name]}
+    plan = parallel if parallel is not None else _checked(tables["parallel"].get("plan", ""), str, "parallel.plan")
+    return Config(
+        model=model,
+        plan=ParallelPlan.parse(plan, world),
+        data=DataSection.of(tables["data"]),
+        train=TrainSection.of(tables["train"]),
+        run=RunSection.of(tables["run"]),
+    )
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names that `[model] preset` takes."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
+
+
+def preset(name: str) -> dict[str, dict[str, Any]]:
+    """A preset's tables: `model` with all dimensions, and defaults for other sections."""
+    if name not in preset_names():
+        raise _unknown("preset", name, preset_names(), "[model]")
+    return _parse(_read(PRESETS / f"{name}.toml", "preset"), f"preset {name}")
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} {path} must be UTF-8 text, found byte {error.object[error.start]:#x}") from None
+    except OSError as error:
+        hint = f"; the preset of that name is model.preset={path}" if str(path) in preset_names() else ""
+        raise ConfigError(f"cannot read {what} {path}: {(error.strerror or str(error)).lower()}{hint}") from None
+
+
+def _parse(text: str, where: str) -> dict[str, dict[str, Any]]:
+    """TOML text -> every section's table (empty where absent), names checked."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
+        what = message[: at.start()] if at else message
+        line = at[1] if at and at[1] else str(max(1, len(text.rstrip().splitlines())))
+        column = f", column {at[2]}" if at and at[2] else ""
+        raise ConfigError(f"{where}, line {line}{column}: {what[:1].lower()}{what[1:]}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: values are nested too deeply for a run file") from None
+    for name, table in raw.items():
+        if name not in _KEYS:
+            raise _unknown("section", name, list(_KEYS), where)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where}: {name} must be a section [{name}], found {_show(table)}")
+        for key in table:
+            _known(name, key, where)
+    return {name: dict(raw.get(name, {})) for name in _KEYS}
+
+
+def _known(section: str, key: str, where: str) -> None:
+    """Refuses a key that the section lacks, naming where it belongs or the nearest one."""
+    if key in _KEYS[section]:
+        return
+    if section == "parallel" and key in _hints(ParallelPlan):
+        raise ConfigError(f'unknown key {key} in [parallel] of {where}: write plan = "{key}=VALUE"')
+    for other, keys in _KEYS.items():
+        if key in keys:
+            raise ConfigError(f"unknown key {key} in [{section}] of {where}: it belongs to [{other}]")
+    raise _unknown("key", key, _KEYS[section], f"[{section}] of {where}")
+
+
+def _override(text: str) -> tuple[str, str, Any]:
+    """ "train.steps=50" -> ("train", "steps", 50), typed by the field it names."""
+    path, equals, value = text.partition("=")
+    section, dot, key = path.strip().partition(".")
+    where = f'the override "{text}"'
+    if not equals or not dot or not key:
+        raise ConfigError(f'cannot read {where}: write SECTION.KEY=VALUE, for example "train.steps=50"')
+    if section not in _KEYS:
+        raise _unknown("section", section, list(_KEYS), where)
+    if key.startswith("rope_scaling."):
+        raise ConfigError(
+            f"cannot read {where}: give the whole table, "
+            'for example model.rope_scaling={type = "linear", factor = 4.0}'
+        )
+    _known(section, key, where)
+    if section == "model":
+        hint = _hints(ModelConfig).get(key, str)
+    else:
+        hint = str if section == "parallel" else _hints(_SECTIONS[section])[key]
+    return section, key, _checked(_typed(value.strip(), hint), hint, f"{section}.{key}")
+
+
+def _typed(text: str, hint: Any) -> Any:
+    """The value that a word on the command line means for a field: TOML where the field is no plain string."""
+    bare, _, optional = _parts(hint)
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
+    if (bare is str and not quoted) or (optional and text == "none"):
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _table(section: Any) -> dict[str, Any]:
+    return {f.name: getattr(section, f.name) for f in fields(section)}
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; None is the string "none", which optional fields read back as None."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, RopeScaling):
+        value = {key: item for key, item in _table(value).items() if item is not None}
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)

@@ -1,0 +1,317 @@
+"""Hugging Face `config.json` <-> ModelConfig, for the model types llama, qwen3, mixtral and qwen3_moe.
+
+What a configuration says and this decoder does not do is refused by name, never dropped: an unknown rotary type, a
+key inside the rotary table that changes its meaning, quantised weights, layers of mixed kind.  Absent keys take the
+model type's own defaults.  The auxiliary router loss is on only where `output_router_logits` is, as in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from interlace.config import ModelConfig, RopeScaling
+from interlace.errors import ConfigError, nearest
+
+MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen3_moe")
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+# Absent key -> value, where the model types differ from one another.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "qwen3": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "head_dim": 128},
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+# Keys of any rotary table that say nothing about the frequencies, or are read elsewhere.
+_ROPE_OTHER = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings")
+
+
+def read(folder: str | Path) -> ModelConfig:
+    """The configuration of a Hugging Face folder (or of a config.json given itself)."""
+    path = Path(folder)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg.lower()}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} must be UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: values are nested too deeply for a configuration") from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {(error.strerror or str(error)).lower()}; model.from takes a folder with config.json"
+        ) from None
+    return from_hf(raw, str(path))
+
+
+def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """ModelConfig of a parsed config.json; ConfigError names the file and the key."""
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where} must hold a JSON object, found {type(config).__name__}")
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        near = nearest(str(kind), MODEL_TYPES)
+        raise ConfigError(
+            f"{where}: model_type must be one of {', '.join(MODEL_TYPES)}, found {json.dumps(kind)}"
+            + (f"; nearest is {near}" if near else "")
+        )
+    # null means absent, except for the window, where it means none
+    given = _DEFAULTS[kind] | {k: value for k, value in config.items() if value is not None or k == "sliding_window"}
+    if missing := [key for key in _REQUIRED if key not in given]:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    _refuse(given, where)
+    try:
+        return ModelConfig.of(_dims(kind, given, where))
+    except ConfigError as error:
+        prefix = "" if error.message.startswith(where) else f"{where}: "
+        raise ConfigError(prefix + error.message) from None
+
+
+def _refuse(given: Mapping[str, Any], where: str) -> None:
+    """Keys whose value would change the model, and which this decoder does not do."""
+    for key, allowed in (
+        ("hidden_act", ("silu", "swish")),
+        ("partial_rotary_factor", (1, 1.0)),
+        ("decoder_sparse_step", (1,)),
+        ("mlp_only_layers", ([],)),
+        ("quantization_config", ({},)),
+    ):
+        if key in given and given[key] not in allowed:
+            raise ConfigError(
+                f"{where}: {key} must be {json.dumps(allowed[0])} or absent, found {json.dumps(given[key])}"
+            )
+
+
+def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    heads, hidden = given["num_attention_heads"], given["hidden_size"]
+    dims: dict[str, Any] = {
+        "vocab_size": given["vocab_size"],
+        "hidden_size": hidden,
+        "num_layers": given["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": given.get("num_key_value_heads", heads),
+        "head_dim": given["head_dim"] if "head_dim" in given else _head_dim(hidden, heads, where),
+        "ffn_size": given["intermediate_size"],
+        "norm_eps": given["rms_norm_eps"],
+        "max_positions": given["max_position_embeddings"],
+        "tie_embeddings": given.get("tie_word_embeddings", False),
+        "attention_dropout": given.get("attention_dropout", 0.0),
+        "init_std": given.get("initializer_range", 0.02),
+    }
+    if kind != "mixtral":
+        dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
+    if kind == "llama":
+        dims["mlp_bias"] = given.get("mlp_bias", False)
+    else:
+        dims |= _window(kind, given, where)
+    if kind in ("qwen3", "qwen3_moe"):
+        dims["qk_norm"] = True
+    if kind in ("mixtral", "qwen3_moe"):
+        dims |= _experts(kind, given)
+    return dims | _rope(given, where)
+
+
+def _head_dim(hidden: Any, heads: Any, where: str) -> int:
+    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+        raise ConfigError(
+            f"{where}: hidden_size must be a multiple of num_attention_heads where head_dim is absent, "
+            f"found {json.dumps(hidden)} and {json.dumps(heads)}"
+        )
+    return hidden // heads
+
+
+def _experts(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    is_mixtral = kind == "mixtral"
+    names = ("num_local_experts", "num_experts") if is_mixtral else ("num_experts", "num_local_experts")
+    return {
+        # both names occur for both types, and only the first has a default: a second one was written down
+        "num_experts": given[names[1]] if names[1] in given else given[names[0]],
+        "experts_per_token": given["num_experts_per_tok"],
+        "expert_ffn_size": given["intermediate_size" if is_mixtral else "moe_intermediate_size"],
+        "norm_topk": True if is_mixtral else given.get("norm_topk_prob", False),
+        "router_aux_loss": given.get("router_aux_loss_coef", 0.001) if given.get("output_router_logits") else 0.0,
+    }
+
+
+def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Sliding window: mixtral by its size alone, qwen3 types behind `use_sliding_window`, per layer in qwen3."""
+    is_on = kind == "mixtral" or given.get("use_sliding_window", False)
+    size = given.get("sliding_window", None if kind == "mixtral" else 4096) if is_on else None
+    layers = given.get("layer_types")
+    if layers is None:
+        count = given["num_hidden_layers"]
+        if size is None or kind != "qwen3" or not isinstance(count, int):
+            return {"sliding_window": size}
+        first = given.get("max_window_layers", 28)
+        windowed = tuple(range(first, count))
+    else:
+        if bad := [name for name in layers if name not in ("full_attention", "sliding_attention")]:
+            raise ConfigError(
+                f"{where}: layer_types may hold full_attention and sliding_attention, found {json.dumps(bad[0])}"
+            )
+        if len(layers) != given["num_hidden_layers"]:
+            raise ConfigError(
+                f"{where}: layer_types must name {given['num_hidden_layers']} layers, found {len(layers)}"
+            )
+        windowed = tuple(i for i, name in enumerate(layers) if name == "sliding_attention")
+        if windowed and size is None:
+            raise ConfigError(f"{where}: layer_types names sliding_attention, but sliding_window is off")
+    if not windowed or size is None:
+        return {"sliding_window": None}
+    return {"sliding_window": size, "window_layers": None if len(windowed) == given["num_hidden_layers"] else windowed}
+
+
+def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """rope_theta and rope_scaling, from `rope_scaling` (keys "rope_type" or the older "type") or `rope_parameters`."""
+    name = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+    table = given.get(name) or {}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where}: {name} must be an object, found {json.dumps(table)}")
+    if any(isinstance(value, Mapping) for value in table.values()):
+        raise ConfigError(f"{where}: {name} must hold one rotary table for all layers, found one per layer type")
+    table = {key: value for key, value in table.items() if value is not None}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if kind not in _ROPE_KEYS:
+        raise ConfigError(f"{where}: {name} type must be one of {', '.join(_ROPE_KEYS)}, found {json.dumps(kind)}")
+    if table.get("type", kind) != kind:
+        raise ConfigError(f"{where}: {name} has rope_type {json.dumps(kind)} and type {json.dumps(table['type'])}")
+    if unknown := [key for key in table if key not in (*_ROPE_KEYS[kind], *_ROPE_OTHER)]:
+        raise ConfigError(f"{where}: {name} of type {kind} has a key that it does not know, {unknown[0]}")
+    if table.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"{where}: {name}.partial_rotary_factor must be 1 or absent, found {table['partial_rotary_factor']}"
+        )
+    dims = {"rope_theta": table.get("rope_theta", given.get("rope_theta", 10000.0))}
+    if kind == "default":
+        return dims
+    scaling = {key: table[key] for key in _ROPE_KEYS[kind] if key in table}
+    if kind in ("llama3", "yarn"):
+        trained = given.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
+        scaling["original_max_position_embeddings"] = trained or given["max_position_embeddings"]
+    if kind == "yarn" and "factor" not in scaling:
+        scaling["factor"] = given["max_position_embeddings"] / scaling["original_max_position_embeddings"]
+    required = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    if missing := [key for key in required if key not in scaling]:
+        raise ConfigError(f"{where}: {name} of type {kind} lacks {', '.join(missing)}")
+    return {**dims, "rope_scaling": {"type": kind, **scaling}}
+
+
+def to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """The config.json of a model; `from_hf(to_hf(cfg)) == cfg` but for dropout of the residual stream, which no
+    exported weight depends on.  ConfigError when no Hugging Face model type computes the same."""
+    kind = _model_type(cfg)
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.hidden_size,
+        "intermediate_size": cfg.expert_ffn_size if kind == "mixtral" else cfg.ffn_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": cfg.max_positions,
+        "initializer_range": cfg.init_std,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": _rope_table(cfg.rope_scaling),
+        "attention_dropout": cfg.attention_dropout,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if kind != "mixtral":
+        config["attention_bias"] = cfg.qkv_bias
+    if kind == "llama":
+        config["mlp_bias"] = cfg.mlp_bias
+    if kind == "mixtral":
+        config |= {"num_local_experts": cfg.num_experts, "sliding_window": cfg.sliding_window}
+    if kind in ("qwen3", "qwen3_moe"):
+        config |= {"use_sliding_window": cfg.sliding_window is not None, "sliding_window": cfg.sliding_window}
+    if kind == "qwen3":
+        windowed = [cfg.window(layer) is not None for layer in range(cfg.num_layers)]
+        config["max_window_layers"] = windowed.index(True) if any(windowed) else cfg.num_layers
+        config["layer_types"] = ["sliding_attention" if on else "full_attention" for on in windowed]
+    if kind == "qwen3_moe":
+        config |= {
+            "num_experts": cfg.num_experts,
+            "moe_intermediate_size": cfg.expert_ffn_size,
+            "norm_topk_prob": cfg.norm_topk,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if cfg.num_experts:
+        config |= {
+            "num_experts_per_tok": cfg.experts_per_token,
+            "router_aux_loss_coef": cfg.router_aux_loss,
+            "output_router_logits": cfg.router_aux_loss > 0,
+        }
+    return config
+
+
+def _model_type(cfg: ModelConfig) -> str:
+    """The one model type that computes what `cfg` does, or the first reason why there is none."""
+    kind = ("qwen3_moe" if cfg.qk_norm else "mixtral") if cfg.num_experts else ("qwen3" if cfg.qk_norm else "llama")
+    reasons = (
+        (cfg.norm != "rmsnorm", f"norm = {cfg.norm}"),
+        (cfg.activation != "swiglu", f"activation = {cfg.activation}"),
+        (cfg.qkv_bias != cfg.out_bias, f"qkv_bias = {cfg.qkv_bias} with out_bias = {cfg.out_bias}"),
+        (kind == "mixtral" and cfg.qkv_bias, "qkv_bias = True"),
+        (kind == "mixtral" and not cfg.norm_topk, "norm_topk = False"),
+        (kind != "llama" and cfg.mlp_bias, "mlp_bias = True"),
+        (kind == "llama" and cfg.sliding_window is not None, f"sliding_window = {cfg.sliding_window}"),
+        (kind in ("mixtral", "qwen3_moe") and cfg.window_layers is not None, "window_layers"),
+    )
+    for holds, found in reasons:
+        if holds:
+            raise ConfigError(f"cannot write a config.json: the nearest model type, {kind}, has no {found.lower()}")
+    return kind
+
+
+def _rope_table(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    values = {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.type]}
+    return {"rope_type": scaling.type} | {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,233 @@
+"""Grouped-query attention of one device: which keys a query sees, and the quickest exact way to compute it.
+
+`attention` equals softmax(q k^T / sqrt(E) + mask) v; PyTorch's kernels do the work:
+
+    what the queries see                      fp16 or bf16 on CUDA          elsewhere
+    all before them (plain causal)            SDPA, is_causal               SDPA, is_causal
+    their document and/or a sliding window    varlen (flash) attention      SDPA with a boolean mask
+    anything, with attention dropout          written out, scores in memory (said once)
+
+Mask and document offsets are made once per forward and shared by the layers, in a `Pattern`.  CPU has neither varlen
+nor a backward of FlexAttention, hence the mask there.  A pattern that is not plain causal never takes the causal path:
+the choice is made by `Pattern.plain` alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from interlace import random
+from interlace.config import ModelConfig
+from interlace.models.layers import Context, Linear, rotate
+
+varlen_attn: Any = None  # stays None in a torch without it
+VARLEN_OPTIONS: frozenset[str] = frozenset()
+with contextlib.suppress(ImportError):
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+# torch 2.11 takes fewer kv heads as they are, later ones want it said.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
+
+
+class Pattern:
+    """Which keys a query sees: those of its document, not after its own column, `window` at most, itself included.
+
+    `documents_BT` holds an integer per position; equal numbers in a row of the batch are one document; None = the row
+    is one.  Every query sees itself, so no row of the mask is empty.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        length: int,
+        device: torch.device,
+        documents_BT: Tensor | None = None,
+        window: int | None = None,
+    ) -> None:
+        self.batch = batch
+        self.length = length
+        self.device = device
+        self.documents_BT = documents_BT
+        self.window = window if window is not None and window < length else None
+
+    @property
+    def plain(self) -> bool:
+        """Plain causal: nothing but "not after its own column"."""
+        return self.documents_BT is None and self.window is None
+
+    @functools.cached_property
+    def mask_B1TS(self) -> Tensor:
+        """True where query t sees key s: bool [B 1 T S], or [1 1 T S] where the rows do not differ."""
+        column = torch.arange(self.length, device=self.device)
+        back_TS = column[:, None] - column[None, :]
+        seen = back_TS >= 0
+        if self.window is not None:
+            seen = seen & (back_TS < self.window)
+        seen = seen[None]
+        if self.documents_BT is not None:
+            documents_BT = self.documents_BT.to(self.device)
+            seen = seen & (documents_BT[:, :, None] == documents_BT[:, None, :])
+        return seen[:, None]
+
+    @functools.cached_property
+    def runs(self) -> tuple[Tensor, int] | None:
+        """Documents as runs of the flattened batch: (int32 offsets [N+1], longest run).
+
+        None when a document may lie in several pieces (numbers that fall along a row): only a mask says that.
+        Computed where `documents_BT` lies: on the CPU it costs the GPU no stop, on the GPU one.
+        """
+        rows = torch.arange(0, self.batch * self.length + 1, self.length)
+        if self.documents_BT is None:
+            return rows.to(self.device, torch.int32, non_blocking=True), self.length
+        step = self.documents_BT.diff(dim=1)
+        first = torch.ones_like(self.documents_BT, dtype=torch.bool)
+        first[:, 1:] = step != 0
+        starts = first.flatten().nonzero().flatten()
+        offsets = F.pad(starts, (0, 1), value=self.batch * self.length)
+        longest, falls = torch.stack((offsets.diff().max(), (step < 0).any().long())).tolist()
+        return None if falls else (offsets.to(self.device, torch.int32, non_blocking=True), longest)
+
+    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Make what the layers will read, ahead of them (outside of compiled or recomputed regions)."""
+        if not self.plain and not (_varlen_runs(self.device, dtype, head_dim) and self.runs is not None):
+            _ = self.mask_B1TS
+
+
+def attention(
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    pattern: Pattern,
+    dropout: float = 0.0,
+    keep_BHTS: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T / sqrt(E) + mask) v: [B T H E].  H is a multiple of K; query head h reads kv head h // (H / K).
+
+    With `keep_BHTS` (bool) the probabilities it leaves out are zero and the others grow by 1 / (1 - dropout).
+    """
+    if keep_BHTS is not None:
+        return _written_out(q_BTHE, k_BTKE, v_BTKE, pattern, dropout, keep_BHTS)
+    half = _varlen_runs(q_BTHE.device, q_BTHE.dtype, q_BTHE.shape[-1])
+    if half and not pattern.plain and pattern.runs is not None:
+        return _varlen(q_BTHE, k_BTKE, v_BTKE, *pattern.runs, pattern.window)
+    q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+    # Flash (fp16, bf16, no mask) and the CPU kernels read kv heads in place; CUDA's memory-efficient kernel, which
+    # takes masks and fp32, does not, and PyTorch would fall back to one that holds the scores.
+    if q.is_cuda and not (half and pattern.plain):
+        k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    grouped = k.shape[1] != q.shape[1]
+    if pattern.plain:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.mask_B1TS, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def _repeat(k_BKTE: Tensor, num_heads: int) -> Tensor:
+    return k_BKTE.repeat_interleave(num_heads // k_BKTE.shape[1], dim=1)
+
+
+def _written_out(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pattern: Pattern, dropout: float, keep_BHTS: Tensor
+) -> Tensor:
+    """Attention by its formula, softmax in fp32: the only path on which each probability can be dropped by index."""
+    num_heads, head_dim = q_BTHE.shape[2:]
+    q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
+    scores_BHTS = (q @ _repeat(k, num_heads).mT).float() * head_dim**-0.5
+    probabilities = scores_BHTS.masked_fill(~pattern.mask_B1TS, float("-inf")).softmax(dim=-1)
+    probabilities = probabilities * keep_BHTS * (1.0 / (1.0 - dropout))
+    return (probabilities.to(v.dtype) @ _repeat(v, num_heads)).transpose(1, 2)
+
+
+def _varlen(
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, offsets: Tensor, longest: int, window: int | None
+) -> Tensor:
+    """Flash attention over runs of the flattened batch; the window counts keys before the query, -1 = all."""
+    reach = (-1 if window is None else window - 1, 0)
+    q, k, v = q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1)
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=reach, **GROUPED)
+    return out.view_as(q_BTHE)
+
+
+def _varlen_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash attention takes these tensors: half precision, compute capability 8, head size 8, 16, .. 256."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
+        return False
+    if "window_size" not in VARLEN_OPTIONS:
+        say_once("this torch has no varlen_attn with a window: documents and windows attend through a mask")
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """A warning the first time; silence afterwards."""
+    warnings.warn(message, stacklevel=2)
+
+
+class AttentionCore(nn.Module):
+    """`attention` of one layer, without parameters: (q_BTHE, k_BTKE, v_BTKE, context) -> [B T H E].
+
+    A module of its own so that it can be replaced where the keys of a query are not all here.  `first_head` is the
+    index of its first query head in the whole layer, which keys attention dropout.
+    """
+
+    def __init__(self, window: int | None, dropout: float, layer: str) -> None:
+        super().__init__()
+        self.window = window
+        self.dropout = dropout
+        self.layer = layer
+        self.first_head = 0
+
+    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Context) -> Tensor:
+        pattern = context.patterns[self.window]
+        if not self.training or self.dropout == 0.0:
+            return attention(q_BTHE, k_BTKE, v_BTKE, pattern)
+        say_once("attention dropout: attention is written out, with its scores in memory, instead of fused")
+        heads_H = self.first_head + torch.arange(q_BTHE.shape[2], device=q_BTHE.device)
+        rows_1HT = ((heads_H[:, None] << 32) + context.columns_T[None, :])[None]
+        key = random.key(context.dropout_key, self.layer)
+        keep = random.dropout_mask(key, context.samples_B[:, None, None], rows_1HT, k_BTKE.shape[1], self.dropout)
+        return attention(q_BTHE, k_BTKE, v_BTKE, pattern, self.dropout, keep)
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, dropout={self.dropout}"
+
+
+class Attention(nn.Module):
+    """Attention with its projections: x_BTD -> x_BTD.
+
+    The number of heads is read from what the projections return, so a projection may hold only some of them.
+    """
+
+    def __init__(self, cfg: ModelConfig, layer: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        new = {"device": device, "dtype": dtype}
+        self.head_dim = cfg.head_dim
+        width, kv_width = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        self.q = Linear(cfg.hidden_size, width, bias=cfg.qkv_bias, **new)
+        self.k = Linear(cfg.hidden_size, kv_width, bias=cfg.qkv_bias, **new)
+        self.v = Linear(cfg.hidden_size, kv_width, bias=cfg.qkv_bias, **new)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, **new) if cfg.qk_norm else None
+        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, **new) if cfg.qk_norm else None
+        self.core = AttentionCore(cfg.window(layer), cfg.attention_dropout, f"blocks.{layer}.attention.core")
+        self.out = Linear(width, cfg.hidden_size, bias=cfg.out_bias, **new)
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        q_BTHE = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
+        k_BTKE = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
+        v_BTKE = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
+        q_BTHE, k_BTKE = rotate(q_BTHE, context.rotary), rotate(k_BTKE, context.rotary)
+        out_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, context)
+        return self.out(out_BTHE.flatten(2))

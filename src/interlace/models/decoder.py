@@ -1,0 +1,255 @@
+"""The decoder: embedding, blocks, head.  One class for all models of the family; its switches are `ModelConfig`.
+
+    x = embedding(tokens);  x = block(x, context) for each block;  logits = head(x)
+
+    block:  x = x + dropout(attention(attention_norm(x)));  x = x + dropout(mlp_or_moe(norm(x)))
+
+A stage of a pipeline is the same class with the parts of the other stages set to None: parameters keep their names,
+`hidden` takes and gives hidden states where there is no embedding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from interlace import random, spec
+from interlace.config import ModelConfig
+from interlace.errors import ConfigError
+from interlace.models.attention import Attention, Pattern
+from interlace.models.layers import MLP, Context, Dropout, Embedding, Linear, norm, rotary_table
+from interlace.models.moe import MoE
+
+IGNORED = -100  # the label of a position that has none
+
+
+class Block(nn.Module):
+    """One layer, pre-norm: x_BTD -> x_BTD."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.attention_norm = norm(cfg, device, dtype)
+        self.attention = Attention(cfg, layer, device, dtype)
+        self.attention_dropout = Dropout(cfg.dropout, f"blocks.{layer}.attention")
+        self.mlp_norm = norm(cfg, device, dtype)
+        self.moe: nn.Module | None = MoE(cfg, layer, device, dtype) if cfg.num_experts else None
+        self.mlp: nn.Module | None = None if cfg.num_experts else MLP(cfg, device, dtype)
+        self.mlp_dropout = Dropout(cfg.dropout, f"blocks.{layer}.mlp")
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD), context), context)
+        feed_forward = self.mlp if self.moe is None else self.moe
+        assert feed_forward is not None
+        return x_BTD + self.mlp_dropout(feed_forward(self.mlp_norm(x_BTD), context), context)
+
+
+class Head(nn.Module):
+    """The last norm and the projection to the vocabulary: x_BTD -> logits_BTV."""
+
+    def __init__(self, cfg: ModelConfig, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.norm = norm(cfg, device, dtype)
+        self.output = Linear(cfg.hidden_size, cfg.vocab_size, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.output(self.norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer on one device; its parameters are left as allocated (see `initialise`).
+
+    Arguments shared by the calls below, B sequences of T positions:
+
+        positions_BT   angle of the rotary positions, restarting per document; default 0 .. T-1
+        documents_BT   a number per position: attention stays among equal numbers; default None, plain causal.
+                       On a GPU it may stay in CPU memory; then preparing it does not stop the GPU.
+        samples_B      global index of each sequence, and
+        columns_T      place of each column in its sequence; they and `dropout_key` choose the dropout masks.
+                       Default 0 .. B-1 and 0 .. T-1.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, device=device, dtype=dtype)
+        self.embedding_dropout = Dropout(cfg.dropout, "embedding")
+        self.blocks = nn.ModuleList(Block(cfg, layer, device, dtype) for layer in range(cfg.num_layers))
+        self.head = Head(cfg, device, dtype)
+        if cfg.tie_embeddings:
+            self.head.output.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        dropout_key: int = 0,
+        columns_T: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [B T V] of the next token at every position, in the dtype of the weights."""
+        x_BTD, _ = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
+        return self.head(x_BTD)
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        dropout_key: int = 0,
+        columns_T: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(sum of the cross-entropies of all labels that are not -100, their number): fp32 and int64 scalars.
+
+        The sum, not a mean: add sums and numbers of all micro-batches and ranks, then divide once.  The balance loss
+        of a router comes in as coefficient * sum over sequences of (labels of the sequence * balance loss of the
+        sequence, summed over layers), so that the same one division makes it a mean weighted by labels, however the
+        sequences are cut into micro-batches; without labels it is 0 too.
+        """
+        x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
+        losses_BT = cross_entropy(self.head(x_BTD), labels_BT)
+        counts_B = (labels_BT != IGNORED).sum(dim=1)
+        return losses_BT.sum() + self.router_loss(context, counts_B), counts_B.sum()
+
+    def router_loss(self, context: Context, counts_B: Tensor) -> Tensor:
+        """What the blocks that ran with this context add to the loss sum (see `loss`): an fp32 scalar.
+
+        `counts_B` is the number of labels of each sequence.  0 without experts or without a coefficient.
+        """
+        losses = context.take_router_losses()
+        if not losses:
+            return torch.zeros((), device=counts_B.device)
+        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * counts_B).sum()
+
+    def hidden(self, x: Tensor, context: Context) -> Tensor:
+        """Embedding (if it is here) and blocks (those that are here): tokens_BT or x_BTD -> x_BTD."""
+        if self.embedding is not None:
+            x = self.embedding_dropout(self.embedding(x), context)
+        for pattern in context.patterns.values():
+            pattern.prepare(x.dtype, self.cfg.head_dim)
+        for block in self.blocks:
+            if block is not None:
+                x = block(x, context)
+        return x
+
+    def context(
+        self,
+        shape_BT: tuple[int, int],
+        device: torch.device,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        dropout_key: int = 0,
+        columns_T: Tensor | None = None,
+    ) -> Context:
+        """What the blocks need besides x for one micro-batch; made once, read by every layer."""
+        batch, length = shape_BT
+        if columns_T is None:
+            columns_T = torch.arange(length, device=device)
+        windows = {self.cfg.window(layer) for layer in range(self.cfg.num_layers)}
+        return Context(
+            samples_B=torch.arange(batch, device=device) if samples_B is None else samples_B.to(device),
+            columns_T=columns_T,
+            rotary=rotary_table(self.cfg, columns_T[None] if positions_BT is None else positions_BT),
+            patterns={window: Pattern(batch, length, device, documents_BT, window) for window in windows},
+            dropout_key=dropout_key,
+        )
+
+    def _hidden(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        samples_B: Tensor | None,
+        dropout_key: int,
+        columns_T: Tensor | None,
+    ) -> tuple[Tensor, Context]:
+        batch, length = tokens_BT.shape
+        context = self.context(
+            (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, dropout_key, columns_T
+        )
+        return self.hidden(tokens_BT, context), context
+
+
+# --- loss ----------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """-log softmax(logits)[label] in fp32, exactly 0 (as is its gradient) where the label is -100: [B T]."""
+    losses_N: Tensor = _CrossEntropy.apply(logits_BTV.flatten(0, 1), labels_BT.flatten())  # type: ignore[no-untyped-call]
+    return losses_N.view(labels_BT.shape)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax(z)[label], with fp32 values of a few rows at a time instead of all logits.
+
+    forward   logits_NV (any float), labels_N -> losses_N fp32; keeps the logits, nothing else of their size
+    backward  dlosses_N -> dlogits_NV = dloss * (softmax(z) - onehot(label)), in the dtype of the logits
+    """
+
+    PIECE = 1 << 26  # fp32 elements at a time: 256 MiB
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+        losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=logits_NV.device)
+        for rows in _CrossEntropy.pieces(logits_NV):
+            logs = logits_NV[rows].log_softmax(dim=-1, dtype=torch.float32)
+            losses_N[rows] = -logs.gather(1, labels_N[rows, None].clamp(min=0))[:, 0]
+        ctx.save_for_backward(logits_NV, labels_N)
+        return losses_N.masked_fill_(labels_N == IGNORED, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses_N: Tensor) -> tuple[Tensor, None]:
+        logits_NV, labels_N = ctx.saved_tensors
+        dlogits_NV = torch.empty_like(logits_NV)
+        scales_N1 = dlosses_N.masked_fill(labels_N == IGNORED, 0.0)[:, None]
+        for rows in _CrossEntropy.pieces(logits_NV):
+            d = logits_NV[rows].softmax(dim=-1, dtype=torch.float32)
+            d.scatter_add_(1, labels_N[rows, None].clamp(min=0), torch.full_like(d[:, :1], -1.0))
+            torch.mul(d, scales_N1[rows], out=dlogits_NV[rows])  # product and rounding in one pass
+        return dlogits_NV, None
+
+    @staticmethod
+    def pieces(logits_NV: Tensor) -> list[slice]:
+        rows, vocab = logits_NV.shape
+        step = max(1, _CrossEntropy.PIECE // vocab)
+        return [slice(first, first + step) for first in range(0, rows, step)]
+
+
+# --- initial values ------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
+    """Fill every parameter of a Decoder, or of a stage of one, from random numbers keyed by (seed, parameter name)."""
+    known = {parameter.name: parameter for parameter in spec.parameters(cfg)}
+    for name, tensor in module.named_parameters():
+        if name not in known or tuple(tensor.shape) != known[name].shape:
+            raise ConfigError(
+                f"{name} of shape {list(tensor.shape)} is no parameter of this model configuration: "
+                "build the module from the same one"
+            )
+        values = initial_value(known[name], seed, 0, tensor.numel(), tensor.device, tensor.dtype)
+        tensor.copy_(values.view(tensor.shape))
+
+
+def initial_value(
+    parameter: spec.Parameter,
+    seed: int,
+    start: int,
+    count: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Elements `start` .. of the flattened, unsharded parameter: [count].  Any cut of it gives the same values."""
+    if parameter.init == "normal":
+        return random.normal(random.key(seed, parameter.name), start, count, parameter.init_std, dtype, device)
+    return torch.full((count,), {"ones": 1.0, "zeros": 0.0}[parameter.init], dtype=dtype, device=device)

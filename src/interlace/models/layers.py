@@ -1,0 +1,204 @@
+"""The parts of a decoder that are neither attention nor experts: norms, rotary positions, the MLP, dropout, and the
+`Context` that every block is handed besides its input.
+
+Parameters are left as allocated: `decoder.initialise` or a checkpoint fills them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from interlace import random
+from interlace.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from interlace.models.attention import Pattern
+
+
+@dataclass
+class Context:
+    """What a block needs to know besides its input: made once per forward, shared by all layers, never differentiated.
+
+    A block is called as `block(x, context)` and reads it, so calling it again (recompute) gives the same result.  The
+    one thing blocks write is `router_losses`, and only until `take_router_losses` has been called: a block that runs
+    again during backward leaves no second copy.
+    """
+
+    samples_B: Tensor  # global index of each sequence: keys dropout
+    columns_T: Tensor  # where each local column stands in its sequence, whatever the documents: keys dropout
+    rotary: tuple[Tensor, Tensor]  # cosine and sine [B T 1 E/2], fp32
+    patterns: Mapping[int | None, Pattern]  # sliding window of a layer -> what its queries see
+    dropout_key: int = 0
+    router_losses: dict[str, Tensor] | None = field(default_factory=dict)  # layer -> [B], None once taken
+
+    def add_router_loss(self, layer: str, loss_B: Tensor) -> None:
+        """Hand the balance loss of one layer, a value per sequence, to whoever computes the loss."""
+        if self.router_losses is not None:
+            self.router_losses[layer] = loss_B
+
+    def take_router_losses(self) -> list[Tensor]:
+        """The losses in layer order; afterwards the context holds, and takes, none."""
+        losses, self.router_losses = list((self.router_losses or {}).values()), None
+        return losses
+
+
+class Linear(nn.Linear):
+    """`x_.M -> x_.N`, weight [N M]; its parameters are left as allocated."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """`tokens_BT -> x_BTD`, weight [V D]; left as allocated."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def norm(cfg: ModelConfig, device: Any = None, dtype: Any = None) -> nn.Module:
+    """The norm of a residual stream: weight [D], and bias [D] for a LayerNorm."""
+    kind = nn.LayerNorm if cfg.norm == "layernorm" else nn.RMSNorm
+    return kind(cfg.hidden_size, eps=cfg.norm_eps, device=device, dtype=dtype)
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, or `down(gelu(up(x)))` with the exact (erf) gelu: x_BTD -> x_BTD."""
+
+    def __init__(self, cfg: ModelConfig, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        linear = functools.partial(Linear, bias=cfg.mlp_bias, device=device, dtype=dtype)
+        self.gate = linear(cfg.hidden_size, cfg.ffn_size) if cfg.activation == "swiglu" else None
+        self.up = linear(cfg.hidden_size, cfg.ffn_size)
+        self.down = linear(cfg.ffn_size, cfg.hidden_size)
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BTD)))
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a pure function of (dropout key, layer, sample, column, feature).
+
+    So it does not depend on how a batch is cut into micro-batches or over ranks, and comes out again under recompute.
+    x_BTD -> x_BTD; nothing happens in evaluation or with p = 0.
+    """
+
+    def __init__(self, p: float, layer: str) -> None:
+        super().__init__()
+        self.p = p
+        self.layer = layer
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x_BTD
+        key = random.key(context.dropout_key, self.layer)
+        samples_B1, columns_1T = context.samples_B[:, None], context.columns_T[None, :]
+        keep_BTD = random.dropout_mask(key, samples_B1, columns_1T, x_BTD.shape[-1], self.p)
+        return x_BTD * keep_BTD * (1.0 / (1.0 - self.p))
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, layer={self.layer!r}"
+
+
+# --- rotary positions ----------------------------------------------------------------------------------------------
+
+
+def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn features (i, i + E/2) of each head by the angle of position and frequency i; in fp32, same dtype out.
+
+    The two halves, not neighbours, form the pairs: the layout of Hugging Face weights.
+    """
+    cosine, sine = rotary
+    first, second = x_BTHE.chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(x_BTHE.dtype)
+
+
+def rotary_table(cfg: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position and frequency: two fp32 [B T 1 E/2], the scaling's factor multiplied in."""
+    frequencies, factor = frequencies_of(cfg, positions_BT.device)
+    angles = positions_BT[..., None, None].to(torch.float32) * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
+@functools.lru_cache(maxsize=32)
+def frequencies_of(cfg: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Rotary frequencies, fp32 [E/2], and the factor on cosine and sine.
+
+    Plain: theta ** (-2i/E) (Su et al., arXiv 2104.09864), then as `rope_scaling` says.  The steps are rounded to fp32
+    in the order that `transformers` uses, since one unit in the last place of a frequency is a visible angle at
+    position 100000.
+    """
+    exponents = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim
+    periods = cfg.rope_theta**exponents  # in radians per position, inverted
+    factor = 1.0
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        frequencies = 1.0 / periods
+    elif scaling.type == "linear":  # position interpolation, Chen et al., arXiv 2306.15595
+        frequencies = 1.0 / periods / scaling.factor
+    elif scaling.type == "llama3":
+        frequencies = _llama3(1.0 / periods, scaling)
+    else:
+        frequencies, factor = _yarn(periods, cfg.rope_theta, scaling), _yarn_factor(scaling)
+    return frequencies.to(device), factor
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: divide slow frequencies by the factor, keep fast ones, blend in between.
+
+    With r = trained length / wavelength: r < low is slow, r > high is fast, between them the share of the kept
+    frequency rises linearly in r.
+    """
+    assert scaling.original_max_position_embeddings is not None
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position_embeddings / wavelengths
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = (1 - share) * frequencies / scaling.factor + share * frequencies
+    slow = turns < scaling.low_freq_factor
+    fast = turns > scaling.high_freq_factor
+    return torch.where(slow, frequencies / scaling.factor, torch.where(fast, frequencies, blend))
+
+
+def _yarn(periods: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN (Peng et al., arXiv 2309.00071), "NTK-by-parts": interpolate features that turn less than `beta_slow` times
+    in the trained length, keep those that turn more than `beta_fast` times, a linear ramp over features in between."""
+    assert scaling.original_max_position_embeddings is not None
+    half = len(periods)
+
+    def feature(turns: float) -> float:  # the (fractional) frequency index that turns so often in the trained length
+        length = scaling.original_max_position_embeddings or 0
+        return 2 * half * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = feature(scaling.beta_fast), feature(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(half, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep = 1 - ramp
+    return (1.0 / (scaling.factor * periods)) * (1 - keep) + (1.0 / periods) * keep
+
+
+def _yarn_factor(scaling: RopeScaling) -> float:
+    """The factor on cosine and sine, whose square is the temperature of the attention scores."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
+    return grown(1.0)

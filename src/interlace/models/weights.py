@@ -1,0 +1,306 @@
+"""Weights from and to a Hugging Face folder: Llama 3, Qwen3, Mixtral and Qwen3-MoE, as safetensors only.
+
+A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`.  Everything
+that can be wrong with it is found before the first tensor is handed out, and named by file and tensor: a model is
+loaded whole or not touched.  Pickled files (`.bin`, `.pt`) are never opened.
+
+Our names and theirs differ; shapes differ only for experts, one matrix each there and stacked [X N M] here.  Rotary
+features are in the order of Hugging Face on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from interlace import hf_config, spec
+from interlace.config import ModelConfig
+from interlace.errors import CheckpointError, SecurityError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_MIXTRAL = {
+    "moe.router": "block_sparse_moe.gate",
+    "moe.gate": "block_sparse_moe.experts.{}.w1",
+    "moe.up": "block_sparse_moe.experts.{}.w3",
+    "moe.down": "block_sparse_moe.experts.{}.w2",
+}
+_QWEN3_MOE = {
+    "moe.router": "mlp.gate",
+    "moe.gate": "mlp.experts.{}.gate_proj",
+    "moe.up": "mlp.experts.{}.up_proj",
+    "moe.down": "mlp.experts.{}.down_proj",
+}
+
+
+def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Our parameter name -> the Hugging Face names of its parts: one, or one per expert; in the model's order."""
+    modules = _MODULES | (_QWEN3_MOE if cfg.qk_norm else _MIXTRAL)
+    outer = {"embedding": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
+    names = {}
+    for parameter in spec.parameters(cfg):
+        module, _, kind = parameter.name.rpartition(".")
+        if module in outer:
+            theirs = outer[module]
+        else:
+            _, layer, inner = module.split(".", 2)
+            theirs = f"model.layers.{layer}.{modules[inner]}"
+        stacked = parameter.role is spec.Role.EXPERT
+        parts = [theirs.format(expert) for expert in range(cfg.num_experts)] if stacked else [theirs]
+        names[parameter.name] = tuple(f"{part}.{kind}" for part in parts)
+    return names
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
+    """The configuration, and (our name, tensor on the CPU in its stored dtype) in the model's order.
+
+    All of the folder is checked before this returns; afterwards only a failing disk can stop the iterator.  A tied
+    head is not among the tensors.  A `.safetensors` file that the index does not name is left alone, with a warning.
+    CheckpointError: a missing, damaged or cut file, a missing, foreign or wrongly shaped tensor.  SecurityError: a path
+    that leaves the folder, or nothing but pickled files.
+    """
+    folder = Path(folder)
+    if not _inside(folder, "config.json").is_file():
+        raise CheckpointError(f"{folder} holds no config.json: name a Hugging Face model folder")
+    cfg = hf_config.read(folder)
+    shards, place = _open(folder)
+    _check_tensors(folder, cfg, shards, place)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, parts in hf_names(cfg).items():
+            loaded = [shards[place[part]].get_tensor(part) for part in parts]
+            is_stacked = ".moe." in name and not name.endswith(".router.weight")
+            yield name, torch.stack(loaded) if is_stacked else loaded[0]
+
+    return cfg, tensors()
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file of the folder; SecurityError when the name or a symbolic link leads out of it.
+
+    One way out is allowed, since it is how the Hugging Face cache stores a model: from `X/snapshots/REVISION` into
+    `X/blobs`.
+    """
+    if name != Path(name).name or "\\" in name or name in ("", "..") or "\0" in name:
+        raise SecurityError(f"{folder / INDEX} names the file {name!r}, which is not a plain name inside the folder")
+    path, root = folder / name, folder.resolve()
+    target = path.resolve()
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    if not target.is_relative_to(root) and target.parent != blobs:
+        raise SecurityError(f"{path} is a link to {target}, outside its folder: copy the file instead")
+    return path
+
+
+def _open(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Open shards by file name, and tensor name -> file name.  The index wins over whatever else lies there."""
+    present = {path.name for path in folder.glob("*.safetensors")}
+    if _inside(folder, INDEX).is_file():
+        place = _read_index(folder)
+    elif SINGLE in present:
+        place = {}
+    elif present:
+        raise CheckpointError(f"{folder} holds {_some(present)} but neither {INDEX} nor {SINGLE}: restore the index")
+    elif pickled := sorted(path.name for kind in ("*.bin", "*.pt", "*.pth") for path in folder.glob(kind)):
+        raise SecurityError(
+            f"{folder} holds only {_some(pickled)}, which can run code when it is opened: convert it to safetensors"
+        )
+    else:
+        raise CheckpointError(f"{folder} holds no weights: neither {INDEX} nor {SINGLE}")
+    files = sorted(set(place.values())) or [SINGLE]
+    if strays := present - set(files):
+        warnings.warn(f"{folder}: {_some(strays)} ignored, the model is in {_some(files)}", stacklevel=3)
+    shards = {}
+    for file in files:
+        wanted = [tensor for tensor, where in place.items() if where == file]
+        shards[file] = _open_shard(_inside(folder, file), wanted)
+    return shards, place or dict.fromkeys(shards[SINGLE].keys(), SINGLE)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    try:
+        place = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}") from None
+    if not isinstance(place, dict) or not place or not all(isinstance(file, str) for file in place.values()):
+        raise CheckpointError(f"{path}: weight_map must name a file for each tensor")
+    for file in sorted(set(place.values())):
+        if not file.endswith(".safetensors"):
+            raise SecurityError(f"{path} names {file!r}: only .safetensors files are opened")
+        if not _inside(folder, file).is_file():
+            wanted = [tensor for tensor, where in place.items() if where == file]
+            raise CheckpointError(f"{folder / file} is missing; {INDEX} puts {_some(wanted)} into it")
+    return place
+
+
+def _open_shard(path: Path, wanted: list[str]) -> Any:
+    """An open file whose header, size and tensor names agree with each other and, where there is one, the index."""
+    try:
+        shard: Any = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        holds = f"; it should hold {_some(wanted)}" if wanted else ""
+        raise CheckpointError(f"{path} is damaged or cut short ({error}){holds}: fetch it again") from None
+    if wanted:
+        found = set(shard.keys())
+        if lacking := [tensor for tensor in wanted if tensor not in found]:
+            raise CheckpointError(f"{path} lacks {_some(lacking)}, which {INDEX} puts there")
+        if unlisted := found - set(wanted):
+            raise CheckpointError(f"{path} holds {_some(unlisted)}, which {INDEX} does not put there")
+    return shard
+
+
+def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place: dict[str, str]) -> None:
+    """Every part of every parameter is there, in its shape and a float dtype, and nothing else is."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for parameter in spec.parameters(cfg):
+        shape = parameter.shape[1:] if parameter.role is spec.Role.EXPERT else parameter.shape
+        expected |= dict.fromkeys(hf_names(cfg)[parameter.name], shape)
+    if missing := [name for name in expected if name not in place]:
+        where = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
+        raise CheckpointError(f"{where} lacks {_some(missing)}, which config.json asks for")
+    if cfg.tie_embeddings and "lm_head.weight" in place:
+        embedding = shards[place["model.embed_tokens.weight"]].get_tensor("model.embed_tokens.weight")
+        if not torch.equal(shards[place["lm_head.weight"]].get_tensor("lm_head.weight"), embedding):
+            raise CheckpointError(
+                f"{folder / place['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight, but "
+                "config.json ties them: set tie_word_embeddings to false if the head is its own"
+            )
+        expected["lm_head.weight"] = tuple(embedding.shape)
+    known_spare = [name for name in place if name.endswith(".rotary_emb.inv_freq")]  # computed, stored by old versions
+    if foreign := [name for name in place if name not in expected and name not in known_spare]:
+        raise CheckpointError(
+            f"{folder / place[foreign[0]]} holds {_some(foreign)}, which the model of config.json does not have"
+        )
+    for name, shape in expected.items():
+        view = shards[place[name]].get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise CheckpointError(
+                f"{folder / place[name]}: {name} has shape {view.get_shape()}, config.json makes it {list(shape)}"
+            )
+        if view.get_dtype() not in FLOATS:
+            raise CheckpointError(
+                f"{folder / place[name]}: {name} is stored as {view.get_dtype()}, known are {', '.join(FLOATS)}"
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first three names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def save_hf(
+    folder: str | Path,
+    cfg: ModelConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Write a folder that `transformers` loads: config.json and shards of at most `max_shard_bytes` (or one tensor).
+
+    `tensors` are (our name, whole tensor) as `named_parameters()` gives them, in any order and dtype, each written in
+    its own dtype; one shard at a time is held in memory.  The folder appears only when all of it is written.
+    ConfigError when no Hugging Face model type is this model; CheckpointError when the folder holds something already
+    or a tensor is missing, foreign or of another shape.
+    """
+    folder = Path(folder)
+    config = hf_config.to_hf(cfg)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty: name a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        dtype = _write_shards(partial, cfg, tensors, max_shard_bytes)
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(
+    folder: Path, cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int
+) -> torch.dtype:
+    """Write shards and, if there are several, their index; the dtype of the embedding."""
+    shards: list[list[str]] = []  # tensor names of each shard written
+    held: dict[str, Tensor] = {}
+    total = held_bytes = 0
+
+    def flush() -> None:
+        save_file(held, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(held))
+
+    for name, part in _parts(cfg, tensors):
+        if held and held_bytes + part.nbytes > max_shard_bytes:
+            flush()
+            held, held_bytes = {}, 0
+        held[name] = part
+        held_bytes += part.nbytes
+        total += part.nbytes
+        if name == "model.embed_tokens.weight":
+            dtype = part.dtype
+    flush()
+    if len(shards) == 1:
+        (folder / "0.safetensors").rename(folder / SINGLE)
+        return dtype
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return dtype
+
+
+def _parts(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, contiguous CPU tensor) of each part; every parameter exactly once, else CheckpointError."""
+    names = hf_names(cfg)
+    shapes = {parameter.name: parameter.shape for parameter in spec.parameters(cfg)}
+    left = set(names)
+    for name, tensor in tensors:
+        if name not in left:
+            reason = "comes twice" if name in names else "is no parameter of this model configuration"
+            raise CheckpointError(f"cannot save: {name} {reason}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(f"cannot save: {name} has shape {list(tensor.shape)}, not {list(shapes[name])}")
+        if tensor.dtype not in FLOATS.values():
+            raise CheckpointError(f"cannot save: {name} has dtype {tensor.dtype}, known are {', '.join(FLOATS)}")
+        left.remove(name)
+        whole = tensor.detach().cpu()
+        parts = whole.unbind() if len(names[name]) > 1 or whole.dim() == 3 else (whole,)
+        yield from zip(names[name], (part.contiguous() for part in parts), strict=True)
+    if left:
+        raise CheckpointError(f"cannot save: {_some(left)} did not come")

@@ -1,0 +1,1 @@
+"""What a parallel plan costs and whether it can run, from integers alone: no torch, no process, no GPU."""

@@ -1,0 +1,231 @@
+"""Can this plan run: does it divide, does it fit, and what is the nearest plan that does.
+
+Called before any process starts.  `check` returns nothing or raises one sentence: what was asked, what was found, and
+the nearest plan that works.  The same rules that refuse a plan filter the search for its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.errors import ConfigError, PlanError
+from interlace.plan.memory import estimate, gib, micro_batching
+
+RECOMPUTE = ("none", "selective", "full")
+BYTES_VOCABULARY = 257  # 256 bytes and the end of a document
+
+
+def check(
+    config: Config,
+    world: int,
+    memory_bytes: int | None = None,
+    available_axes: Sequence[str] = ("dp",),
+    device: str = "cuda",
+) -> None:
+    """PlanError unless `config.plan` can run on `world` ranks of `memory_bytes` each (None = do not ask).
+
+    available_axes: axes that can be executed, of dp, tp, pp, cp, ep and shard; any other must be 1 (shard 0 or 1).
+    """
+    if world < 1:
+        raise PlanError(f"a run needs at least 1 rank, found {world}")
+    cfg = config.model_config()
+    _check_data(config, cfg)
+    plan = config.plan
+    reason = _reason(config, cfg, plan, world, available_axes)
+    if reason is None and memory_bytes is not None:
+        memory = estimate(config, plan, device)
+        if memory.total > memory_bytes:
+            reason = f"needs {gib(memory.total)} a rank ({memory}), found {gib(memory_bytes)}"
+    if reason is not None:
+        near = _suggestion(config, world, memory_bytes, available_axes, device)
+        raise PlanError(f'the parallel plan "{plan}" {reason}: {near}')
+
+
+def nearest_plans(
+    config: Config,
+    world: int,
+    memory_bytes: int | None = None,
+    available_axes: Sequence[str] = ("dp",),
+    device: str = "cuda",
+    count: int = 3,
+) -> tuple[ParallelPlan, ...]:
+    """Up to `count` plans for `world` ranks that divide and fit, nearest to `config.plan` first; empty if none does.
+
+    Near means few and cheap changes: a higher ZeRO stage before more micro-batches before recompute before other axes.
+    """
+    cfg = config.model_config()
+    asked = config.plan
+    candidates = {
+        plan
+        for plan in _candidates(config, world, available_axes)
+        if _reason(config, cfg, plan, world, available_axes) is None
+    }
+    found: list[ParallelPlan] = []
+    for plan in sorted(candidates, key=lambda plan: (_distance(asked, plan), str(plan))):
+        if memory_bytes is None or estimate(config, plan, device).total <= memory_bytes:
+            found.append(plan)
+            if len(found) == count:
+                break
+    return tuple(found)
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+def _check_data(config: Config, cfg: ModelConfig) -> None:
+    """What no plan can mend: sizes of data and model that contradict each other."""
+    if config.data.sequence_length > cfg.max_positions:
+        raise PlanError(
+            f"data.sequence_length {config.data.sequence_length} is above model.max_positions {cfg.max_positions}: "
+            f"nearest is data.sequence_length={cfg.max_positions}"
+        )
+    if config.data.tokenizer == "bytes" and cfg.vocab_size < BYTES_VOCABULARY:
+        raise PlanError(
+            f'data.tokenizer "bytes" has {BYTES_VOCABULARY} tokens, found model.vocab_size {cfg.vocab_size}: '
+            f"nearest is model.vocab_size={BYTES_VOCABULARY}"
+        )
+
+
+def _reason(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available_axes: Sequence[str]
+) -> str | None:
+    """Why this plan cannot run, as the end of a sentence that begins with the plan; None if it can."""
+    for rule in (_axes, _ranks, _divides_model, _divides_batch):
+        if reason := rule(config, cfg, plan, world, available_axes):
+            return reason
+    return None
+
+
+def _axes(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]) -> str | None:
+    for axis in ("tp", "pp", "cp", "ep", "shard"):
+        size = getattr(plan, axis)
+        if size > 1 and axis not in available:
+            return f"splits over {axis}, which this release does not execute (it executes {', '.join(available)})"
+    unfixed = [axis for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
+    if config.run.reproducible == "plan" and unfixed:
+        return f'splits over {unfixed[0]} with run.reproducible = "plan", whose sums are fixed only over dp and pp'
+    return None
+
+
+def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]) -> str | None:
+    if plan.world != world:
+        return f"needs {_ranks_text(plan.world)}, found {world}"
+    if plan.shard > 1 and plan.dp % plan.shard:
+        return f"asks for shard={plan.shard}, which does not divide dp={plan.dp}"
+    if plan.ep > 1:
+        if not cfg.num_experts:
+            return f"asks for ep={plan.ep}, and the model has no experts"
+        if cfg.num_experts % plan.ep:
+            return f"asks for ep={plan.ep}, which does not divide the model's {cfg.num_experts} experts"
+        if plan.dp * plan.cp % plan.ep:
+            return f"asks for ep={plan.ep}, which does not divide dp x cp = {plan.dp * plan.cp}"
+    return None
+
+
+def _divides_model(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]
+) -> str | None:
+    if cfg.num_heads % plan.tp:
+        return f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads"
+    if cfg.num_kv_heads % plan.tp and plan.tp % cfg.num_kv_heads:
+        return f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple"
+    if plan.chunks > 1 and plan.pp == 1:
+        return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
+    if cfg.num_layers < plan.pp * plan.chunks:
+        stages = f"pp={plan.pp}" + (f" chunks={plan.chunks}" if plan.chunks > 1 else "")
+        return f"asks for {stages}, found {cfg.num_layers} layers for {plan.pp * plan.chunks} stages"
+    if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
+        return f"asks for cp={plan.cp}, found {config.data.sequence_length} positions for {2 * plan.cp} slices"
+    return None
+
+
+def _divides_batch(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]
+) -> str | None:
+    """An uneven split over dp is balanced; a micro-batch that some replica has no sequence for is refused."""
+    least, most = max(1, config.train.global_batch // plan.dp), math.ceil(config.train.global_batch / plan.dp)
+    where = f"(train.global_batch {config.train.global_batch} over dp {plan.dp})"
+    if plan.micro_batch_size > most:
+        return f"asks for micro_batch_size={plan.micro_batch_size}, found {most} sequences a replica {where}"
+    if plan.micro_batches > least:
+        return f"asks for {plan.micro_batches} micro-batches, found {least} sequences a replica {where}"
+    count, _ = micro_batching(config, plan)
+    if plan.micro_batches > 1 and count != plan.micro_batches:
+        return (
+            f"asks for {plan.micro_batches} micro-batches of {plan.micro_batch_size}, "
+            f"found {most} sequences a replica {where}"
+        )
+    return None
+
+
+def _ranks_text(count: int) -> str:
+    return f"{count} rank" + ("s" if count != 1 else "")
+
+
+# --- neighbours ----------------------------------------------------------------------------------------------------
+
+
+def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> Iterator[ParallelPlan]:
+    """Plans of `world` ranks around `config.plan`: meshes, ZeRO stages, recompute policies, micro-batch counts."""
+    asked = config.plan
+    for dp, tp, pp, cp, ep in _meshes(world, available_axes):
+        shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
+        chunks = asked.chunks if pp > 1 else 1
+        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=chunks)
+        for zero, recompute, (count, size) in product(range(4), RECOMPUTE, _batchings(config, dp)):
+            yield replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
+
+
+def _meshes(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, int, int, int, int]]:
+    """(dp, tp, pp, cp, ep) whose product, ep aside, is `world`; axes that cannot be executed are 1."""
+
+    def sizes(axis: str, limit: int) -> list[int]:
+        return [n for n in range(1, limit + 1) if limit % n == 0] if axis in available_axes else [1]
+
+    for tp in sizes("tp", world):
+        for pp in sizes("pp", world // tp):
+            for cp in sizes("cp", world // tp // pp):
+                dp = world // tp // pp // cp
+                for ep in sizes("ep", dp * cp):
+                    yield dp, tp, pp, cp, ep
+
+
+def _batchings(config: Config, dp: int) -> set[tuple[int, int]]:
+    """(micro_batches, micro_batch_size) worth trying: as asked, one, powers of two, and as many as there are."""
+    asked = config.plan
+    least = max(1, config.train.global_batch // dp)
+    counts = {1, least, min(asked.micro_batches, least)} | {1 << i for i in range(least.bit_length())}
+    return {(count, 0) for count in counts if count <= least} | {(asked.micro_batches, asked.micro_batch_size)}
+
+
+def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
+    """How far a plan is from the asked one; a ZeRO stage is cheapest, another mesh dearest."""
+    axes = sum(abs(math.log2(getattr(plan, axis) / getattr(asked, axis))) for axis in ("tp", "pp", "cp", "ep"))
+    axes += abs(math.log2(plan.dp / asked.dp)) / 2  # dp follows from the others and the world
+    recompute = abs(RECOMPUTE.index(plan.recompute) - RECOMPUTE.index(asked.recompute))
+    micro_batches = abs(math.log2(plan.micro_batches / asked.micro_batches))
+    return (
+        100 * axes
+        + 4 * recompute
+        + 2 * micro_batches
+        + (plan.micro_batch_size != asked.micro_batch_size)
+        + abs(plan.zero - asked.zero) * (1 if plan.zero > asked.zero else 3)
+    )
+
+
+def _suggestion(
+    config: Config, world: int, memory_bytes: int | None, available_axes: Sequence[str], device: str
+) -> str:
+    """The end of a refusal: the nearest plan that works, on these ranks or on more of them."""
+    if found := nearest_plans(config, world, memory_bytes, available_axes, device, count=1):
+        return f'the nearest that works is "{found[0]}"'
+    for more in (world * 2**doublings for doublings in range(1, 8)):
+        if found := nearest_plans(config, more, memory_bytes, available_axes, device, count=1):
+            return f'none fits {_ranks_text(world)}, the nearest that works is "{found[0]}" on {more}'
+    if memory_bytes is not None:
+        return f"none fits up to {world * 128} ranks, so take a smaller model or sequence_length"
+    raise ConfigError(f"no plan of {', '.join(available_axes)} divides this run")

@@ -1,0 +1,306 @@
+"""Bytes that a plan needs on its most loaded rank, counted as the engine holds them.
+
+Per run of n padded elements (the parameters of a unit, flat) in w ranks, c bytes per element in the compute dtype:
+
+    zero              0         1        2               3
+    main weights      4 n       4 n/w    4 n/w           4 n/w         fp32
+    computing copy    c n *     c n      c n             buffers that units at least two apart share
+    gradients         4 n       4 n      4 n/w + units   4 n/w + units    fp32
+    AdamW             8 n       8 n/w    8 n/w           8 n/w
+    * none in fp32, where the main weights compute
+
+"+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
+micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.
+
+Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are two tensors in
+the compute dtype, values and gradient, and the fp32 piece that the loss works on.  Not counted: what the device's own
+runtime and communication library take (1-2 GB on a GPU), and the allocator's fragments.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.layout import split
+from interlace.plan import zero as engine
+from interlace.spec import Parameter, Role, parameters, units
+
+LOSS_PIECE = 1 << 26  # fp32 elements that the loss holds at a time
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the most loaded rank at the worst moment, the beginning of backward.
+
+    gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of gradient reductions,
+    beyond what activations have given back by then.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gather: int
+    activations: int
+    logits: int
+    transfer: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def __str__(self) -> str:
+        parts = sorted(((getattr(self, f.name), f.name) for f in fields(self)), reverse=True)
+        return ", ".join(f"{name} {gib(size)}" for size, name in parts[:3] if size)
+
+
+def gib(size: int) -> str:
+    """Bytes as text: "12.3 GiB", "45.6 MiB" below one GiB, "7.8 KiB" below one MiB."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"
+
+
+def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
+    """(micro-batches per step, sequences in the largest) on the replica that has most of the global batch."""
+    sequences = math.ceil(config.train.global_batch / plan.dp)
+    if plan.micro_batch_size:
+        size = min(plan.micro_batch_size, sequences)
+        return math.ceil(sequences / size), size
+    return plan.micro_batches, math.ceil(sequences / plan.micro_batches)
+
+
+def estimate(config: Config, plan: ParallelPlan, device: str = "cuda") -> Memory:
+    """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu"."""
+    cfg = config.model_config()
+    stages = (_stage(config, cfg, plan, device, stage) for stage in sorted({0, plan.pp - 1}))
+    return max(stages, key=lambda memory: memory.total)
+
+
+def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, stage: int) -> Memory:
+    compute = 2 if config.train.precision == "bf16" else 4
+    count, sequences = micro_batching(config, plan)
+    first, stop = split(cfg.num_layers, plan.pp, stage)
+    names = [*(["embedding"] if stage == 0 else []), *(f"blocks.{i}" for i in range(first, stop))]
+    names += ["head"] if stage == plan.pp - 1 else []
+
+    runs = _runs(cfg, plan.dp, plan.tp, plan.cp, plan.ep, tuple(names))
+    held = sum(run.held(plan.zero) for run in runs)
+    copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
+    state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
+
+    activations = _activations(config, cfg, plan, device, stage, stop - first, sequences, count)
+    tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
+    logits = _logits(tokens, math.ceil(cfg.vocab_size / plan.tp), compute) if "head" in names else 0
+    split_runs = [run for run in runs if run.is_split(plan.zero)]
+    gradients = 4 * sum(run.numel for run in runs if not run.is_split(plan.zero))
+    if plan.zero == 1 or count > 1:
+        gradients += 4 * sum(run.numel for run in split_runs)
+    else:
+        gradients += 4 * _adjacent(split_runs, 3)
+    if plan.zero >= 2:
+        gradients += 4 * sum(run.held(plan.zero) for run in split_runs)
+    travelling = [run for run in runs if run.ways > 1]
+    transfer = 4 * sum(run.numel for run in travelling)
+    if plan.zero >= 2:
+        transfer = min(transfer, 4 * _adjacent(travelling, 2))
+    else:
+        transfer = max(0, transfer - activations - logits)
+    return Memory(
+        parameters=4 * held + compute * copied,
+        gradients=gradients + compute * max(run.largest for run in runs),
+        optimizer=state * held,
+        gather=compute * _buffers([run for run in runs if run.shares(plan.zero)]),
+        activations=activations,
+        logits=logits,
+        transfer=transfer,
+    )
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Parameters that travel together: padded elements, the ranks they are cut over, and where the unit runs.
+
+    position -1 is the root: used by several units (a tied embedding), gathered for the whole step.
+    """
+
+    position: int
+    numel: int
+    largest: int
+    ways: int
+
+    def is_split(self, zero: int) -> bool:
+        return zero > 0 and self.ways > 1
+
+    def held(self, zero: int) -> int:
+        return self.numel // self.ways if self.is_split(zero) else self.numel
+
+    def shares(self, zero: int) -> bool:
+        """Whether its whole weights only pass through a shared buffer."""
+        return zero == 3 and self.ways > 1 and self.position >= 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _runs(cfg: ModelConfig, dp: int, tp: int, cp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
+    """The runs of the units `names`, in order of execution, on the rank with the largest slices."""
+    places = {name: position for position, name in enumerate(units(cfg))}
+    found: dict[tuple[int, int], list[int]] = {}
+    for parameter in parameters(cfg):
+        is_root = parameter.tied_to is not None
+        if parameter.unit not in names and not (is_root and "head" in names):
+            continue
+        ways = max(1, dp * cp // ep) if parameter.role is Role.EXPERT and ep > 1 else dp
+        position = -1 if is_root else places[parameter.unit]
+        found.setdefault((position, ways), []).append(_local_numel(parameter, tp, ep))
+    return tuple(
+        _Run(position, engine.cut(sizes, ways).total, max(sizes), ways)
+        for (position, ways), sizes in sorted(found.items())
+    )
+
+
+def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
+    """Elements of the largest slice over tp and ep: the dimension that its role splits, rounded up."""
+    shape = list(parameter.shape)
+    if parameter.role is Role.EXPERT:
+        shape[0] = math.ceil(shape[0] / ep)
+    axis = {
+        Role.COLUMN: 0,
+        Role.VOCAB: 0,
+        Role.ROW: 1,
+        Role.EXPERT: parameter.dims.split().index("F") if "F" in parameter.dims else 0,
+    }.get(parameter.role)
+    if axis is not None and axis < len(shape):
+        shape[axis] = math.ceil(shape[axis] / tp)
+    return math.prod(shape)
+
+
+def _buffers(runs: Sequence[_Run]) -> int:
+    """Elements of the buffers that whole weights pass through, gathered one unit ahead."""
+    totals = [run.numel for run in runs]
+    chosen = engine.slots(totals, [run.position for run in runs], distance=2)
+    return sum(engine.slot_sizes(totals, chosen))
+
+
+def _adjacent(runs: Sequence[_Run], count: int) -> int:
+    """Elements of the `count` neighbouring units that are largest together."""
+    sizes: dict[int, int] = {}
+    for run in runs:
+        sizes[run.position] = sizes.get(run.position, 0) + run.numel
+    order = [sizes[position] for position in sorted(sizes)]
+    return max((sum(order[i : i + count]) for i in range(len(order))), default=0)
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+
+def _activations(
+    config: Config,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    device: str,
+    stage: int,
+    layers: int,
+    sequences: int,
+    count: int,
+) -> int:
+    compute = 2 if config.train.precision == "bf16" else 4
+    length = math.ceil(config.data.sequence_length / plan.cp)
+    documents = config.data.documents == "separate"
+
+    def saved(recompute: str) -> int:
+        size = block_activations(cfg, sequences, length, compute, recompute, documents, device)
+        return math.ceil(size / plan.tp)
+
+    waiting = 1
+    if plan.pp > 1:  # micro-batches whose backward has not begun when this stage holds most
+        waiting = count if plan.schedule == "gpipe" else min(count, plan.pp - stage)
+    total = waiting * layers * saved(plan.recompute)
+    if plan.recompute != "none":
+        total += saved("none") - saved(plan.recompute)  # the block that backward has run again
+    tokens = sequences * length
+    if stage == 0:
+        total += waiting * tokens * (8 + (cfg.hidden_size if cfg.dropout else 0))  # token numbers, dropout mask
+    if stage == plan.pp - 1:
+        total += math.ceil(tokens * _norm_bytes(cfg, compute, device) / plan.tp) + tokens * cfg.hidden_size * compute
+    return total
+
+
+def block_activations(
+    cfg: ModelConfig,
+    sequences: int,
+    length: int,
+    compute: int,
+    recompute: str = "none",
+    documents: bool = False,
+    device: str = "cuda",
+) -> int:
+    """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
+
+    full        the block's input
+    none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
+                output and its log-sum per head; gate, up, silu(gate), their product (or up and gelu(up));
+                dropout masks, a byte each; experts: the same four per chosen expert, its input, its output, routing
+    selective   none, less what core attention keeps besides q, k, v and its output
+    """
+    N, D, E, c = sequences * length, cfg.hidden_size, cfg.head_dim, compute
+    if recompute == "full":
+        return N * D * c
+    per_token = 2 * (_norm_bytes(cfg, c, device) + D * c)
+    if cfg.qk_norm:
+        heads = cfg.num_heads + cfg.num_kv_heads
+        per_token += heads * ((E * 8 if device == "cpu" else E * c) + 4)
+    if cfg.dropout:
+        per_token += 2 * D
+    per_token += (
+        _experts_bytes(cfg, c) if cfg.num_experts else cfg.ffn_size * c * (4 if cfg.activation == "swiglu" else 2)
+    )
+    return N * per_token + _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+
+
+def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:
+    """Per token: input and statistics; an RMSNorm in pieces, as on CPU, keeps fp32 input and normalised input."""
+    if cfg.norm == "layernorm":
+        return cfg.hidden_size * compute + 2 * (compute if device == "cpu" else 4)
+    return cfg.hidden_size * (8 if device == "cpu" else compute) + 4
+
+
+def _experts_bytes(cfg: ModelConfig, compute: int) -> int:
+    """Per token: router probabilities, choice, weights and both orders; per chosen expert its rows."""
+    k, X = cfg.experts_per_token, cfg.num_experts
+    rows = k * (2 * cfg.hidden_size + 4 * cfg.expert_ffn_size) * compute
+    routing = 4 * X + k * (8 + 8 + 8 + 4) + (4 * k + 4 if cfg.norm_topk else 0)
+    return rows + routing
+
+
+def _attention_bytes(
+    cfg: ModelConfig, sequences: int, length: int, compute: int, recompute: str, documents: bool, device: str
+) -> int:
+    """q, k, v and the output; and what the kernel keeps: a log-sum, or mask and probabilities."""
+    N, H, K, E, c = sequences * length, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, compute
+    redone = recompute == "selective"
+    is_masked = documents or cfg.sliding_window is not None
+    half = c == 2 and device == "cuda"
+    if cfg.attention_dropout and not redone:  # written out: k and v repeated, fp32 and rounded probabilities, masks
+        pairs = sequences * H * length * length
+        return N * 4 * H * E * c + pairs * (4 + 1 + c) + (sequences if documents else 1) * length * length
+    kept = N * 2 * (H + K) * E * c
+    if redone:
+        return kept
+    if device == "cuda" and not half:
+        kept += N * 2 * (H - K) * E * c  # fp32 kernels read k and v repeated for every query head
+    if is_masked and not half:
+        kept += (sequences if documents else 1) * length * length * c
+    return kept + 4 * N * H
+
+
+def _logits(tokens: int, vocab: int, compute: int) -> int:
+    """Logits and their gradient, and the loss's fp32 work on a piece of rows (a copy and its exponentials)."""
+    piece = min(tokens, max(1, LOSS_PIECE // vocab)) * vocab
+    return 2 * tokens * vocab * compute + piece * (4 if compute == 4 else 8)

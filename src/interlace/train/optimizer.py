@@ -1,0 +1,46 @@
+"""Optimizers over the flat main weights, and the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from interlace.config import TrainSection
+from interlace.parallel.data import DataParallel
+
+# What each optimizer keeps per element, by torch's own names.
+STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def build(cfg: TrainSection, model: DataParallel) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or SGD; weight decay on matrices, none on norms and biases."""
+    groups = model.parameter_groups(cfg.weight_decay)
+    if cfg.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum)
+    fused = model.group.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=cfg.betas, eps=cfg.eps, fused=fused)
+
+
+def learning_rate(cfg: TrainSection, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: linear warmup, then the schedule down to `min_learning_rate`.
+
+    "cosine": half a cosine (arXiv 1608.03983); "wsd": constant, then linear over the last `decay` steps, a fifth of
+    all when 0 (arXiv 2404.06395); "constant".
+    """
+    peak, low = cfg.learning_rate, cfg.min_learning_rate
+    if step < cfg.warmup:
+        return peak * (step + 1) / cfg.warmup
+    if cfg.lr_schedule == "cosine":
+        done = (step - cfg.warmup) / max(1, steps - cfg.warmup)
+        return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+    if cfg.lr_schedule == "wsd":
+        decay = cfg.decay or max(1, steps // 5)
+        left = (steps - step) / decay
+        return low + (peak - low) * min(1.0, max(0.0, left))
+    return peak
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

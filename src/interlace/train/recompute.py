@@ -1,0 +1,35 @@
+"""Which activations are kept for backward and which are computed again, and whether blocks are compiled.
+
+Equals the plain blocks.  "full" keeps only each block's input and runs the block again in backward (Chen et al.,
+arXiv 1604.06174); "selective" runs only the core of attention again (Korthikanti et al., arXiv 2205.05198).  The
+wrapping sits inside the block's `forward`, so the hooks around the block (gather, release) fire once, and the second
+run finds the weights that backward gathered.  No random state is saved: dropout is counter-based.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from interlace.models.decoder import Decoder
+
+
+def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
+    """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked."""
+    for block in decoder.blocks:
+        if policy == "selective":
+            _again(block.attention.core)
+        if compiled:
+            block.forward = torch.compile(block.forward)
+        if policy == "full":
+            _again(block)
+
+
+def _again(module: nn.Module) -> None:
+    forward: Callable[..., Any] = module.forward
+    module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)

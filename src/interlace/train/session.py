@@ -1,0 +1,145 @@
+"""What one rank of a run holds: mesh, data, split model and optimizer, built from the run file alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from interlace import random, spec
+from interlace.collectives import Groups, Meter, all_gather, make_groups
+from interlace.config import Config, ModelConfig
+from interlace.errors import ConfigError, DataError
+from interlace.mesh import Mesh
+from interlace.models import weights
+from interlace.models.decoder import Decoder, initial_value
+from interlace.parallel.data import DataParallel
+from interlace.train import optimizer as optimizers
+from interlace.train import recompute
+from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
+from interlace.world import World
+
+UNITS = ("embedding", "blocks.*", "head")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Session:
+    """`steps`: of the whole run; `cursor`: the next global batch."""
+
+    world: World
+    cfg: Config
+    model_cfg: ModelConfig
+    mesh: Mesh
+    groups: Groups
+    meter: Meter
+    dataset: Dataset
+    model: DataParallel
+    optimizer: torch.optim.Optimizer
+    steps: int
+    cursor: Cursor
+    notes: list[str] = field(default_factory=list)
+
+    def batches(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch.  A rank without a share gets one without labels."""
+        cfg, plan = self.cfg, self.cfg.plan
+        indices = self.dataset.indices(self.cursor, cfg.train.global_batch)
+        dp = self.groups["dp"]
+        own = shard(indices, dp.size, dp.rank)
+        count = plan.micro_batches
+        if plan.micro_batch_size:
+            most = -(-len(indices) // dp.size)
+            count = -(-most // plan.micro_batch_size)
+        return [self._batch(part, indices[0]) for part in micro_batches(own, count)]
+
+    def _batch(self, part: list[int], stand_in: int) -> Batch:
+        batch = self.dataset.sequences(self.cursor.epoch, part or [stand_in])
+        if not part:
+            batch.labels_BT.fill_(IGNORED)
+        return batch
+
+    def advance(self) -> None:
+        self.cursor = self.dataset.advance(self.cursor, self.cfg.train.global_batch)
+
+    def dropout_key(self, step: int) -> int:
+        return dropout_key(self.cfg, step)
+
+
+def build(world: World, cfg: Config) -> Session:
+    """Collective: every rank calls it with the same configuration."""
+    if cfg.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    model_cfg = cfg.model_config()
+    dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
+    mesh = Mesh.of(cfg.plan)
+    meter = Meter(world.waiting)
+    groups = make_groups(mesh, world.rank, world.device, cfg.run.timeout, meter)
+    _agree(groups, dataset)
+    decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
+    recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
+    table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
+    model = DataParallel(
+        decoder,
+        groups["dp"],
+        zero=cfg.plan.zero,
+        units=UNITS,
+        gradients="sum",
+        compute_dtype=DTYPES[cfg.train.precision],
+        wire_dtype=DTYPES[cfg.train.reduce_dtype],
+        materialise=initial_values(cfg, model_cfg, world.device),
+        dims={name: parameter.dims for name, parameter in table.items()},
+        decay={name: parameter.decay for name, parameter in table.items()},
+    )
+    optimizer = optimizers.build(cfg.train, model)
+    steps = cfg.train.steps
+    if cfg.train.epochs:
+        steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
+    cursor = dataset.cursor_at(0, cfg.train.global_batch)
+    return Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+
+
+def initial_values(
+    cfg: Config, model_cfg: ModelConfig, device: torch.device
+) -> Callable[[str, int, int], torch.Tensor]:
+    """(name, start, stop) -> that range of a parameter's first values: a Hugging Face folder's, or random ones.
+
+    A folder with a `config.json` but no weights gives the sizes only.
+    """
+    table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
+    if cfg.model.from_ and any(Path(cfg.model.from_).glob("*.safetensors")):
+        stored_cfg, stored = weights.load_hf(cfg.model.from_)
+        if stored_cfg != model_cfg:
+            raise ConfigError(
+                f"[model] changes sizes of {cfg.model.from_}, whose weights would not fit; remove the other keys of "
+                "[model], or point `from` at a folder without weights."
+            )
+        tensors = dict(stored)
+        return lambda name, start, stop: tensors[name].reshape(-1)[start:stop]
+    seed = cfg.run.seed
+    return lambda name, start, stop: initial_value(table[name], seed, start, stop - start, device, torch.float32)
+
+
+def _agree(groups: Groups, dataset: Dataset) -> None:
+    """Refuses ranks that see different data (another Python's library, say): exact order would be an illusion."""
+    own = random.key(0, dataset.digest)
+    everyone = all_gather(torch.tensor([own], dtype=torch.int64), groups.host, name="digest of the data").wait().tolist()
+    if len(set(everyone)) > 1:
+        odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
+        raise DataError(
+            f"rank {odd[0]} reads other data than rank 0 ({dataset.digest} on rank {groups.rank}); give all hosts the "
+            "same files.",
+            ranks=odd,
+        )
+
+
+def dropout_key(cfg: Config, step: int) -> int:
+    """What the dropout masks of a step are drawn from."""
+    return random.key(cfg.run.seed, "dropout", step)
+
+
+def checkpoints(cfg: Config) -> Path:
+    return Path(cfg.run.out) / "checkpoints"

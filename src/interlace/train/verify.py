@@ -1,0 +1,307 @@
+"""Proof that a plan computes the right numbers, and that its work is really split.
+
+The same seed and data go through one process, which knows nothing of parallel code (`reference`), and through the plan
+(`under_plan`).  Both step with plain SGD, eager, in fp32: AdamW would hide a constant factor and amplify rounding.
+Compared are the loss of every step, every gradient of the first, and the final weights; two tensors are equal when
+
+    max |a - b|  <=  1e-5 * max |reference|
+
+An elementwise relative error would not do: sums that cancel lose digits in any order.  And on every rank, resident
+bytes of weights, gathered copies, gradients and optimizer, FLOPs of matrix products, and bytes sent by collective must
+lie within 1 % of `plan.share`; a plan that secretly keeps everything fails there.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from interlace import spec
+from interlace.config import Config, ParallelPlan, loads
+from interlace.launch import run_local
+from interlace.models.decoder import Decoder
+from interlace.plan.share import sequences_of, share
+from interlace.train import session as sessions
+from interlace.train.data import IGNORED, Dataset
+from interlace.train.step import forward_backward, update
+from interlace.world import World
+
+TOLERANCE = 1e-5
+RESIDENT_TOLERANCE = 0.01
+LEARNING_RATE = 0.1
+SLICE = 8  # sequences that the reference computes at a time
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference of a tensor, in units of the reference's largest value."""
+
+    name: str
+    error: float
+
+    @property
+    def equal(self) -> bool:
+        return self.error <= TOLERANCE  # not-a-number is not
+
+
+@dataclass(frozen=True)
+class Account:
+    """A figure of a rank beside what layout and spec say."""
+
+    rank: int
+    what: str
+    found: int
+    expected: int
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.found - self.expected) <= RESIDENT_TOLERANCE * max(self.expected, 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    plan: ParallelPlan
+    steps: int
+    differences: tuple[Difference, ...]
+    accounts: tuple[Account, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(d.equal for d in self.differences) and all(a.holds for a in self.accounts)
+
+    @property
+    def largest(self) -> Difference:
+        return max(self.differences, key=lambda d: math.inf if math.isnan(d.error) else d.error)
+
+    @property
+    def first_beyond(self) -> Difference | None:
+        return next((d for d in self.differences if not d.equal), None)
+
+
+def checked(cfg: Config) -> Config:
+    """The configuration that `verify` runs: SGD at a constant rate, fp32, eager, the rest as given."""
+    train = replace(
+        cfg.train,
+        optimizer="sgd",
+        momentum=0.0,
+        learning_rate=LEARNING_RATE,
+        min_learning_rate=0.0,
+        lr_schedule="constant",
+        warmup=0,
+        precision="fp32",
+        reduce_dtype="fp32",
+        compile=False,
+    )
+    return replace(cfg, train=train)
+
+
+def verify(cfg: Config, steps: int, device: str = "cpu") -> Report:
+    """Runs `steps` (at least 2) steps on one process and under `cfg.plan`, in processes of their own."""
+    cfg = checked(cfg)
+    assert steps >= 2, steps
+    one = replace(cfg, plan=ParallelPlan())
+    with tempfile.TemporaryDirectory(prefix="interlace-verify-") as name:
+        argument = {"steps": steps, "folder": name}
+        here = {"device": device, "timeout": cfg.run.timeout}
+        alone = run_local(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument}, **here)[0]
+        ranks = run_local(f"{__name__}:under_plan", cfg.plan.world, {"config": cfg.to_toml(), **argument}, **here)
+        differences = [
+            Difference(f"loss of step {step + 1}", _relative(abs(a - b), abs(b)))
+            for step, (a, b) in enumerate(zip(ranks[0]["losses"], alone["losses"], strict=True))
+        ]
+        for what in ("gradient", "weight"):
+            differences += _compare(Path(name) / f"{what}-plan", Path(name) / f"{what}-reference", what)
+    batch = alone["batch"]
+    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, batch)]
+    return Report(cfg.plan, steps, tuple(differences), tuple(accounts))
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text; the last line is the verdict."""
+    for account in report.accounts:
+        mark = "" if account.holds else "   <- off by more than 1 %"
+        yield f"rank {account.rank}  {account.what:<28}{account.found:>16,}   expected {account.expected:>16,}{mark}"
+    largest, beyond = report.largest, report.first_beyond
+    compared = f"{len(report.differences)} figures over {report.steps} steps"
+    yield f"largest difference: {largest.error:.2e} of the tensor's largest value, in {largest.name}"
+    if beyond is not None:
+        yield f"first beyond {TOLERANCE:g}: {beyond.name} ({beyond.error:.2e})"
+    wrong = sum(not account.holds for account in report.accounts)
+    if report.passed:
+        yield f'verify: "{report.plan}" equals one process ({compared}), and its work is split as computed'
+    elif beyond is not None:
+        yield f'verify: "{report.plan}" does NOT equal one process ({compared})'
+    else:
+        yield f'verify: "{report.plan}" gives the right numbers but is not split as computed ({wrong} accounts are off)'
+
+
+# --- what the processes run ----------------------------------------------------------------------------------------
+
+
+def reference(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
+    """The plain loop of one process: no engine, no collectives.  Writes gradients and weights to `folder`."""
+    cfg = loads(config)
+    model_cfg = cfg.model_config()
+    dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
+    decoder = Decoder(model_cfg, device=world.device, dtype=torch.float32)
+    values = sessions.initial_values(cfg, model_cfg, world.device)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
+    decays = {parameter.name: parameter.decay for parameter in spec.parameters(model_cfg)}
+    named = dict(decoder.named_parameters())
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p for n, p in named.items() if decays[n]], "weight_decay": cfg.train.weight_decay},
+            {"params": [p for n, p in named.items() if not decays[n]], "weight_decay": 0.0},
+        ],
+        lr=cfg.train.learning_rate,
+    )
+    losses, batch = [], 0
+    cursor = dataset.cursor_at(0, cfg.train.global_batch)
+    for step in range(steps):
+        world.status(step=step, operation="reference step")
+        indices = dataset.indices(cursor, cfg.train.global_batch)
+        slices = [dataset.sequences(cursor.epoch, indices[i : i + SLICE]) for i in range(0, len(indices), SLICE)]
+        labels = sum(int((part.labels_BT != IGNORED).sum()) for part in slices)
+        loss = 0.0
+        for part in slices:
+            total, _ = decoder.loss(*part.to(world.device), dropout_key=sessions.dropout_key(cfg, step))
+            (total / max(labels, 1)).backward()
+            loss += total.item() / max(labels, 1)
+        losses.append(loss)
+        if step == 0:
+            _write(folder, "gradient-reference", {n: p.grad for n, p in named.items()})
+        if step == 1:
+            batch = len(indices)
+        if cfg.train.clip > 0:
+            torch.nn.utils.clip_grad_norm_(decoder.parameters(), cfg.train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        cursor = dataset.advance(cursor, cfg.train.global_batch)
+    _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()})
+    return {"losses": losses, "batch": batch}
+
+
+def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
+    """The same steps through the engine.  The second step, by when everything is in place, is accounted."""
+    cfg = loads(config)
+    before = _live_storages()
+    session = sessions.build(world, cfg)
+    model = session.model
+    found: dict[str, Any] = {"losses": []}
+    for step in range(steps):
+        world.status(step=step, operation="step under the plan")
+        session.meter.reset_counts()
+        counter = FlopCounterMode(display=False)
+        with counter:
+            loss, _ = forward_backward(model, session.batches(), session.groups.host, session.dropout_key(step))
+        if step == 0:
+            _collect(world, folder, "gradient-plan", model.whole_gradients())
+        if step == 1:
+            found["resident"] = _resident(session, before)
+            found["flops"] = _products(counter)
+        total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip)
+        found["losses"].append(total.item())
+        if step == 1:
+            found["sent"] = {}
+            for (collective, _), nbytes in session.meter.sent.items():
+                found["sent"][collective] = found["sent"].get(collective, 0) + nbytes
+        session.advance()
+    _collect(world, folder, "weight-plan", model.whole_parameters())
+    return found
+
+
+def _collect(world: World, folder: str, name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    kept = {}
+    for key, tensor in tensors:  # every rank takes part in the gathers
+        if world.rank == 0:
+            kept[key] = tensor.detach().to("cpu", copy=True)
+    if world.rank == 0:
+        _write(folder, name, kept)
+
+
+def _write(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, f"{folder}/{name}")
+
+
+def _resident(session: sessions.Session, before: set[int]) -> dict[str, int]:
+    """Bytes by kind, from the storages; "other" is every further tensor that lives on this rank."""
+    kinds: dict[str, list[torch.Tensor]] = session.model.resident_tensors()
+    kinds["optimizer"] = [
+        value
+        for kept in session.optimizer.state.values()
+        for value in kept.values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    ]
+    seen = set(before)
+    sizes = {}
+    for kind, tensors in kinds.items():
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        sizes[kind] = sum(nbytes for pointer, nbytes in storages.items() if pointer not in seen)
+        seen |= storages.keys()
+    live = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
+    seen |= {t.untyped_storage().data_ptr() for t in session.dataset.tensors()}
+    sizes["other"] = sum(nbytes for pointer, nbytes in live.items() if pointer not in seen)
+    return sizes
+
+
+def _live_storages() -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in _tensors()}
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    gc.collect()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and not thing.is_meta:
+            yield thing
+
+
+def _products(counter: FlopCounterMode) -> int:
+    """FLOPs of the matrix products with weights; those of attention's core are counted by kernel, or not at all."""
+    counts = counter.get_flop_counts().get("Global", {})
+    return sum(flops for operation, flops in counts.items() if str(operation) in ("aten.mm", "aten.addmm"))
+
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def _compare(plan: Path, reference: Path, what: str) -> Iterator[Difference]:
+    with safe_open(plan, "pt") as ours, safe_open(reference, "pt") as theirs:
+        names = list(theirs.keys())
+        missing = [name for name in names if name not in set(ours.keys())]
+        yield from (Difference(f"{what} of {name} (missing)", math.inf) for name in missing)
+        for name in names:
+            if name in missing:
+                continue
+            a, b = ours.get_tensor(name), theirs.get_tensor(name)
+            apart = (a - b).abs().max().item() if a.numel() else 0.0
+            yield Difference(f"{what} of {name}", _relative(apart, b.abs().max().item() if b.numel() else 0.0))
+
+
+def _relative(apart: float, scale: float) -> float:
+    return apart / scale if scale > 0 else (0.0 if apart == 0 else math.inf)
+
+
+def _accounts(cfg: Config, rank: int, found: dict[str, Any], batch: int) -> Iterator[Account]:
+    expected = share(cfg, rank, sequences_of(cfg, rank, batch))
+    resident = found["resident"]
+    for kind in ("main", "copies", "gradients", "optimizer"):
+        yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
+    known = expected.main + expected.copies + expected.gradients + expected.optimizer
+    yield Account(rank, "bytes of all tensors", known + resident["other"], known)
+    yield Account(rank, "FLOPs of products", found["flops"], expected.flops)
+    for collective in sorted(expected.sent.keys() | found["sent"].keys()):
+        yield Account(
+            rank, f"bytes sent by {collective}", found["sent"].get(collective, 0), expected.sent.get(collective, 0)
+        )

@@ -1,0 +1,7 @@
+"""What the one fork server of all rank tests imports before it forks ranks: torch, poisoned, and the library."""
+
+import poison
+
+poison.install()
+
+import interlace.launch  # noqa: E402, F401 - after the poison, which stands even if this import fails

@@ -1,0 +1,306 @@
+"""Plans: the rules that refuse one, the nearest one that works, and memory against counted tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interlace.config import Config, ModelConfig, ParallelPlan, load
+from interlace.errors import PlanError
+from interlace.models.decoder import Decoder, cross_entropy
+from interlace.plan.fit import check, nearest_plans
+from interlace.plan.memory import block_activations, estimate, gib, micro_batching
+from interlace.spec import total_parameters
+
+GIB = 1 << 30
+
+
+def tiny(plan: str = "dp=1", *overrides: str) -> Config:
+    return load(None, overrides, parallel=plan, preset="tiny")
+
+
+def eight_billion(plan: str, *overrides: str) -> Config:
+    return load(None, ("train.global_batch=64", *overrides), parallel=plan, preset="8b")
+
+
+def refusal(config: Config, world: int, memory: int | None = None, axes: Sequence[str] = ("dp",)) -> str:
+    with pytest.raises(PlanError) as caught:
+        check(config, world, memory, axes)
+    message = caught.value.message
+    assert "\n" not in message
+    assert not message.endswith(".")
+    return message
+
+
+# --- what divides --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=1", "dp=4 zero=3", "dp=3 zero=2", "dp=4 micro_batches=4", "dp=5 micro_batch_size=2"]
+)
+def test_plans_that_run(plan: str) -> None:
+    config = tiny(plan)  # 16 sequences: 3 and 5 replicas are uneven, which is balanced
+    check(config, config.plan.world)
+
+
+@pytest.mark.parametrize(
+    ("plan", "world", "found", "nearest"),
+    [
+        ("dp=4 zero=3", 8, "needs 4 ranks, found 8", '"dp=8 zero=3"'),
+        ("dp=2 tp=2", 4, "splits over tp, which this release does not execute (it executes dp)", '"dp=4"'),
+        ("ep=2 dp=2", 2, "splits over ep", '"dp=2"'),
+        ("dp=4 shard=2", 4, "splits over shard", '"dp=4"'),
+        ("dp=4 micro_batches=9", 4, "asks for 9 micro-batches, found 4 sequences a replica", '"dp=4 micro_batches=4"'),
+        ("dp=3 micro_batches=6", 3, "asks for 6 micro-batches, found 5 sequences a replica", '"dp=3 micro_batches=5"'),
+        ("micro_batch_size=99", 1, "asks for micro_batch_size=99, found 16 sequences a replica", '"dp=1"'),
+        ("micro_batches=3 micro_batch_size=4", 1, "asks for 3 micro-batches of 4", '"micro_batches=3"'),
+        ("chunks=2", 1, "asks for chunks=2 without a pipeline", '"dp=1"'),
+    ],
+)
+def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: str) -> None:
+    message = refusal(tiny(plan), world)
+    assert message.startswith(f'the parallel plan "{ParallelPlan.parse(plan)}" {found}')
+    assert message.endswith(f"the nearest that works is {nearest}")
+
+
+@pytest.mark.parametrize(
+    ("plan", "axes", "found", "nearest"),
+    [
+        ("tp=3", "tp", "asks for tp=3, which does not divide the model's 8 heads", '"dp=3"'),
+        ("tp=8", "tp", "", ""),  # 4 kv heads, each held by two ranks
+        ("pp=16", "pp", "asks for pp=16, found 8 layers for 16 stages", '"dp=2 pp=8"'),
+        ("pp=4 chunks=3", "pp", "asks for pp=4 chunks=3, found 8 layers for 12 stages", '"dp=2 pp=2 chunks=3"'),
+        ("cp=64", "cp", "asks for cp=64, found 64 positions for 128 slices", '"dp=2 cp=32"'),
+        ("dp=2 ep=2", "ep", "asks for ep=2, and the model has no experts", '"dp=2"'),
+        ("dp=4 shard=3", "shard", "asks for shard=3, which does not divide dp=4", '"dp=4"'),
+    ],
+)
+def test_axes_to_come_only_extend_the_tuple(plan: str, axes: str, found: str, nearest: str) -> None:
+    config = tiny(plan)
+    if not found:
+        check(config, config.plan.world, available_axes=("dp", axes))
+        return
+    message = refusal(config, config.plan.world, axes=("dp", axes))
+    assert found in message
+    assert message.endswith(nearest)
+
+
+def test_experts_divide() -> None:
+    experts = ("model.num_experts=6", "model.expert_ffn_size=32")
+    check(tiny("dp=4 ep=2", *experts), 4, available_axes=("dp", "ep"))
+    assert "does not divide the model's 6 experts" in refusal(tiny("dp=4 ep=4", *experts), 4, axes=("dp", "ep"))
+    assert "does not divide dp x cp = 4" in refusal(tiny("dp=4 ep=3", *experts), 4, axes=("dp", "ep"))
+
+
+def test_sizes_that_no_plan_mends() -> None:
+    message = refusal(tiny("dp=1", "data.sequence_length=4096"), 1)
+    assert message.endswith("above model.max_positions 2048: nearest is data.sequence_length=2048")
+    message = refusal(tiny("dp=1", "model.vocab_size=256"), 1)
+    assert message.endswith("nearest is model.vocab_size=257")
+    check(tiny("dp=1", "model.vocab_size=256", "data.tokenizer=own.json"), 1)
+    with pytest.raises(PlanError, match="a run needs at least 1 rank, found 0"):
+        check(tiny(), 0)
+
+
+def test_reproducible_sums_are_fixed_over_dp_and_pp_only() -> None:
+    config = tiny("dp=2 tp=2", 'run.reproducible="plan"')
+    message = refusal(config, 4, axes=("dp", "tp"))
+    assert "splits over tp with run.reproducible" in message
+    assert message.endswith('"dp=4"')
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 24), st.integers(1, 40), st.sampled_from([("dp",), ("dp", "tp", "pp", "cp")]))
+def test_every_neighbour_passes_the_check(world: int, batch: int, axes: tuple[str, ...]) -> None:
+    config = tiny("dp=2 zero=1 micro_batches=2", f"train.global_batch={batch}")
+    found = nearest_plans(config, world, available_axes=axes, count=4)
+    assert found
+    for plan in found:
+        check(Config(config.model, plan, config.data, config.train, config.run), world, available_axes=axes)
+
+
+# --- what fits -----------------------------------------------------------------------------------------------------
+
+
+def test_refusal_names_need_have_and_the_nearest_plan_that_fits() -> None:
+    config = eight_billion("dp=8")
+    message = refusal(config, 8, 80 * GIB)
+    need = estimate(config, config.plan).total
+    assert message.startswith(f'the parallel plan "dp=8" needs {gib(need)} a rank (activations')
+    assert "found 80.0 GiB: the nearest that works is" in message
+    (plan,) = nearest_plans(config, 8, 80 * GIB, count=1)
+    assert message.endswith(f'"{plan}"')
+    assert estimate(config, plan).total <= 80 * GIB
+    check(eight_billion(str(plan)), 8, 80 * GIB)
+
+
+def test_more_ranks_where_none_fits_and_an_end_where_nothing_helps() -> None:
+    config = eight_billion("dp=2 zero=3", "data.sequence_length=512")
+    message = refusal(config, 2, 24 * GIB)
+    assert "none fits 2 ranks, the nearest that works is" in message
+    ranks = int(message.rsplit(" on ", 1)[1])
+    assert ranks > 2
+    assert nearest_plans(config, ranks, 24 * GIB)
+    assert not nearest_plans(config, ranks // 2, 24 * GIB)
+    assert "none fits up to 256 ranks" in refusal(config, 2, GIB)
+
+
+def test_model_states_by_zero_stage() -> None:
+    """Bytes per parameter and rank in bf16: 4 main + 2 computing, 4 gradient, 8 AdamW, divided as the stage says."""
+    total = total_parameters(eight_billion("dp=8").model_config())
+    for zero, parameters, optimizer in ((0, 6, 8), (1, 4 / 8 + 2, 1), (2, 4 / 8 + 2, 1), (3, 4 / 8, 1)):
+        config = eight_billion(f"dp=8 zero={zero}")
+        memory = estimate(config, config.plan)
+        assert memory.parameters == pytest.approx(parameters * total, rel=1e-3)
+        assert memory.optimizer == pytest.approx(optimizer * total, rel=1e-3)
+    fp32 = eight_billion("dp=8", 'train.precision="fp32"')
+    assert estimate(fp32, fp32.plan).parameters == pytest.approx(4 * total, rel=1e-3)  # no second copy
+    sgd = eight_billion("dp=8", "train.optimizer=sgd")
+    assert estimate(sgd, sgd.plan).optimizer == 0
+
+
+def test_units_in_flight() -> None:
+    V, D, block = 128256, 4096, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    config = eight_billion("dp=8 zero=3")
+    memory = estimate(config, config.plan)
+    # embedding and head take turns in one buffer, the blocks in two
+    assert memory.gather == pytest.approx(2 * (V * D + 2 * block), rel=1e-2)
+    total = total_parameters(config.model_config())
+    in_flight = 4 * (V * D + 2 * block)
+    assert memory.gradients == pytest.approx(4 * total / 8 + in_flight + 2 * V * D, rel=1e-2)
+    several = eight_billion("dp=8 zero=3 micro_batches=2")
+    assert estimate(several, several.plan).gradients == pytest.approx(4 * total * 9 / 8 + 2 * V * D, rel=1e-2)
+    alone = eight_billion("dp=1 zero=3")
+    assert estimate(alone, alone.plan).gather == 0
+
+
+def test_tied_embedding_stays_whole() -> None:
+    config = load(None, parallel="dp=4 zero=3", preset="qwen3-0.6b")
+    memory = estimate(config, config.plan)
+    tied = 151936 * 1024
+    rest = total_parameters(config.model_config()) - tied
+    assert memory.parameters == pytest.approx(4 * (tied + rest) / 4 + 2 * tied, rel=1e-2)
+    assert memory.gather < 2 * rest / 4
+
+
+def test_every_cure_helps() -> None:
+    def total(plan: str) -> int:
+        config = eight_billion(plan)
+        return estimate(config, config.plan).total
+
+    falling = [f"dp=8 zero={zero}" for zero in range(4)]
+    assert sorted(map(total, falling), reverse=True) == list(map(total, falling))
+    policies = [f"dp=8 zero=3 recompute={policy}" for policy in ("none", "selective", "full")]
+    assert sorted(map(total, policies), reverse=True) == list(map(total, policies))
+    assert total("dp=16 zero=3") < total("dp=8 zero=3")
+    assert total("dp=8 micro_batches=8") < total("dp=8")
+
+
+def test_experts_are_divided_over_ep_not_only_tp() -> None:
+    """NVIDIA-NeMo/Megatron-Bridge PR#3744: dense weights by tp, experts by ep and tp, norms and router by neither."""
+    experts = ("model.num_experts=4", "model.expert_ffn_size=96", "model.num_layers=1")
+    config = tiny("dp=4 ep=4 tp=2", *experts)
+    cfg = config.model_config()
+    D, V = 64, 257
+    dense = (8 * 8 * D + 2 * 4 * 8 * D + D * 64) // 2 + (V + 1) // 2 * D * 2
+    whole = 3 * D + 4 * D
+    expert = 3 * 4 * 96 * D // (4 * 2)
+    assert total_parameters(cfg) == (8 * 8 * D + 2 * 4 * 8 * D + D * 64) + 2 * V * D + whole + 3 * 4 * 96 * D
+    assert estimate(config, config.plan).parameters == pytest.approx(4 * (dense + whole + expert), rel=5e-3)
+
+
+def test_micro_batches_of_an_uneven_batch() -> None:
+    config = tiny("dp=3", "train.global_batch=17")  # 6, 6, 5
+    assert micro_batching(config, config.plan) == (1, 6)
+    assert micro_batching(config, ParallelPlan(dp=3, micro_batches=4)) == (4, 2)
+    assert micro_batching(config, ParallelPlan(dp=3, micro_batch_size=4)) == (2, 4)
+    assert micro_batching(config, ParallelPlan(dp=32)) == (1, 1)
+
+
+def test_sizes_read_well() -> None:
+    assert [gib(n) for n in (512, 3 << 20, 5 * GIB // 2)] == ["0.5 KiB", "3.0 MiB", "2.5 GiB"]
+
+
+# --- activations against autograd ----------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_layers": 1,
+    "num_heads": 6,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_size": 40,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_ffn_size": 12, "experts_per_token": 2}
+
+
+def saved_bytes(cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype, documents: bool) -> int:
+    """Bytes of the distinct storages that autograd keeps for one block, weights and what layers share left out."""
+    model = Decoder(cfg, dtype=dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    numbers = (torch.arange(length) // 5).expand(batch, length) if documents else None
+    context = model.context((batch, length), torch.device("cpu"), documents_BT=numbers)
+    for pattern in context.patterns.values():
+        pattern.prepare(dtype, cfg.head_dim)
+    shared = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *context.rotary]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in shared:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(batch, length, cfg.hidden_size, dtype=dtype, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.blocks[0](x, context)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"qk_norm": True},
+        {"norm": "layernorm", "activation": "gelu"},
+        {"sliding_window": 4},
+        {"dropout": 0.1},
+        {"attention_dropout": 0.1},
+        EXPERTS,
+        EXPERTS | {"norm_topk": False},
+    ],
+    ids=lambda change: "-".join(change) or "plain",
+)
+def test_a_block_keeps_what_is_counted(change: dict[str, Any], documents: bool, dtype: torch.dtype) -> None:
+    cfg = ModelConfig(**(SMALL | change))
+    asked = block_activations(cfg, 2, 13, dtype.itemsize, documents=documents, device="cpu")
+    assert asked == saved_bytes(cfg, 2, 13, dtype, documents)
+
+
+def test_recompute_keeps_less() -> None:
+    cfg = ModelConfig(**SMALL)
+    sizes = [block_activations(cfg, 2, 13, 2, policy) for policy in ("none", "selective", "full")]
+    assert sizes[0] - sizes[1] == 2 * 13 * 6 * 4  # the log-sum per head
+    assert sizes[2] == 2 * 13 * 24 * 2  # the block's input
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_keeps_its_logits_once(dtype: torch.dtype) -> None:
+    """Values and gradient in the compute dtype, and beyond them only rows: what `estimate` calls logits."""
+    logits = torch.randn(2, 13, 61, dtype=dtype, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        cross_entropy(logits, torch.zeros(2, 13, dtype=torch.int64)).sum().backward()
+    wide = {t.untyped_storage().data_ptr() for t in kept if t.numel() >= logits.numel()}
+    assert wide == {logits.untyped_storage().data_ptr()}
+    assert logits.grad is not None
+    assert logits.grad.dtype is dtype

@@ -1,0 +1,225 @@
+"""config.json of real models, the rotary table in its three spellings, refusals, and the way back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace.config import ModelConfig, RopeScaling, load
+from interlace.errors import ConfigError
+from interlace.hf_config import from_hf, read, to_hf
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+NAMES = sorted(path.name for path in CONFIGS.glob("*.json"))
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 8}
+
+
+def test_five_real_files_are_here() -> None:
+    assert len(NAMES) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_files_survive_the_way_back(name: str) -> None:
+    cfg = read(CONFIGS / name)
+    assert from_hf(json.loads(json.dumps(to_hf(cfg)))) == cfg
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [
+        ("llama-3.1-8b", "Meta-Llama-3.1-8B.json"),
+        ("qwen3-0.6b", "Qwen3-0.6B.json"),
+        ("qwen3-8b", "Qwen3-8B.json"),
+    ],
+)
+def test_presets_equal_the_published_files(preset: str, name: str) -> None:
+    assert load(None, preset=preset).model_config() == read(CONFIGS / name)
+
+
+def test_mixture_of_experts() -> None:
+    mixtral = read(CONFIGS / "Mixtral-8x7B-v0.1.json")
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_ffn_size) == (8, 2, 14336)
+    assert mixtral.norm_topk
+    assert not mixtral.qk_norm
+    assert mixtral.router_aux_loss == 0.0  # output_router_logits is false
+    qwen = read(CONFIGS / "Qwen3-30B-A3B.json")
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_ffn_size, qwen.ffn_size) == (128, 8, 768, 6144)
+    assert qwen.qk_norm
+    renamed = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text()) | {"output_router_logits": True}
+    renamed["num_local_experts"] = renamed.pop("num_experts")  # what newer transformers write
+    assert from_hf(renamed).num_experts == 128
+    assert from_hf(renamed).router_aux_loss == 0.001
+
+
+def test_absent_keys_take_the_defaults_of_the_type() -> None:
+    cfg = from_hf(LLAMA)
+    assert (cfg.head_dim, cfg.norm_eps, cfg.rope_theta, cfg.rope_scaling) == (4, 1e-6, 10000.0, None)
+    assert from_hf({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}).num_kv_heads == 6
+    mixtral = from_hf(LLAMA | {"model_type": "mixtral"})
+    assert (mixtral.norm_eps, mixtral.rope_theta, mixtral.num_experts) == (1e-5, 1e6, 8)
+    biased = from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
+    assert (biased.qkv_bias, biased.out_bias, biased.mlp_bias) == (True, True, True)
+
+
+# --- rotary table --------------------------------------------------------------------------------------------------
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_rope_scaling_old_and_new_key(key: str) -> None:
+    cfg = from_hf(LLAMA | {"rope_scaling": {key: "llama3", **LLAMA3}})
+    assert cfg.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
+    linear = from_hf(LLAMA | {"rope_scaling": {key: "linear", "factor": 4}})
+    assert linear.rope_scaling == RopeScaling("linear", 4.0)
+    plain = from_hf(LLAMA | {"rope_scaling": {key: "default"}})
+    assert plain.rope_scaling is None
+
+
+def test_rope_parameters_hold_theta_too() -> None:
+    table = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "attention_factor": 1.25, "truncate": False}
+    cfg = from_hf(LLAMA | {"rope_theta": 1.0e4, "rope_parameters": table})
+    assert cfg.rope_theta == 5e5
+    assert cfg.rope_scaling == RopeScaling(
+        "yarn", 4.0, original_max_position_embeddings=64, attention_factor=1.25, truncate=False
+    )
+    by_ratio = from_hf(LLAMA | {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 16}})
+    assert by_ratio.rope_scaling == RopeScaling("yarn", 4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"rope_type": "longrope", "factor": 2.0}, "type must be one of default, linear, llama3, yarn"),
+        ({"type": "dynamic", "factor": 2.0}, 'found "dynamic"'),
+        ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, 'has rope_type "linear" and type "yarn"'),
+        ({"rope_type": "linear"}, "of type linear lacks factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "of type llama3 lacks low_freq_factor, high_freq_factor"),
+        (
+            {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]},
+            "has a key that it does not know, mrope_section",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"full_attention": {"rope_type": "default"}}, "must hold one rotary table for all layers"),
+        ({"rope_type": "linear", "factor": 0.5}, "model.rope_scaling.factor must be a number of at least 1"),
+    ],
+)
+def test_rotary_tables_that_are_refused(table: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_hf(LLAMA | {"rope_scaling": table}, "x/config.json")
+    assert caught.value.message.startswith("x/config.json")
+    assert sentence in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("linear", 4.0),
+        RopeScaling("llama3", 8.0, 1.0, 4.0, 16),
+        RopeScaling("yarn", 4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=1.1, beta_fast=16.0),
+    ],
+)
+def test_rope_scaling_survives_the_way_back(scaling: RopeScaling) -> None:
+    cfg = load(None, ["model.rope_theta=5e5"], preset="tiny").model_config()
+    cfg = ModelConfig(**{**cfg.__dict__, "rope_scaling": scaling})
+    assert from_hf(json.loads(json.dumps(to_hf(cfg)))) == cfg
+
+
+# --- sliding window ------------------------------------------------------------------------------------------------
+
+
+def test_windows_of_qwen3() -> None:
+    assert from_hf(QWEN | {"sliding_window": 7}).sliding_window is None  # off without use_sliding_window
+    on = from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1})
+    assert (on.sliding_window, on.window_layers) == (7, (1, 2))
+    none = from_hf(QWEN | {"use_sliding_window": True, "sliding_window": None})
+    assert none.sliding_window is None
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    some = from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 7, "layer_types": types})
+    assert some.window_layers == (0, 2)
+    assert from_hf(to_hf(some)) == some
+    everywhere = from_hf(LLAMA | {"model_type": "mixtral", "sliding_window": 9})
+    assert (everywhere.sliding_window, everywhere.window_layers) == (9, None)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "gpt2"}, 'model_type must be one of llama, qwen3, mixtral, qwen3_moe, found "gpt2"'),
+        ({"model_type": "qwen2"}, "nearest is qwen3"),
+        ({"model_type": None}, "found null"),
+        ({"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent, found "gelu"'),
+        ({"vocab_size": None}, "lacks vocab_size"),
+        ({"num_attention_heads": 7}, "hidden_size must be a multiple of num_attention_heads"),
+        ({"num_hidden_layers": "3"}, "model.num_layers must be an integer of at least 1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers must be [] or absent, found [0]"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"'),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_hf(LLAMA | change, "x/config.json")
+    assert caught.value.message.startswith("x/config.json")
+    assert sentence in caught.value.message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*no such file"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text('{\n "a": 1,\n}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config\.json, line \d, column \d"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="must hold a JSON object, found list"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    assert read(tmp_path) == from_hf(LLAMA)
+    from_folder = load(None, ["model.preset=", f"model.from={tmp_path}", "model.num_layers=2"])
+    assert from_folder.model_config().num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"norm": "layernorm"}, "norm = layernorm"),
+        ({"activation": "gelu"}, "activation = gelu"),
+        ({"qkv_bias": True}, "qkv_bias = true with out_bias = false"),
+        ({"sliding_window": 8}, "sliding_window = 8"),
+        ({"num_experts": 4, "expert_ffn_size": 8, "norm_topk": False}, "norm_topk = false"),
+        ({"qk_norm": True, "mlp_bias": True}, "mlp_bias = true"),
+    ],
+)
+def test_models_without_a_hugging_face_type(change: dict[str, Any], found: str) -> None:
+    cfg = ModelConfig(**(from_hf(LLAMA).__dict__ | change))
+    with pytest.raises(ConfigError, match=r"cannot write a config\.json") as caught:
+        to_hf(cfg)
+    assert found in caught.value.message
+
+
+def test_what_transformers_writes_is_read_back() -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in NAMES:
+        cfg = read(CONFIGS / name)
+        theirs = to_hf(cfg)
+        kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[theirs["model_type"]]
+        written = json.loads(kind(**{k: v for k, v in theirs.items() if k != "model_type"}).to_json_string())
+        assert from_hf(written) == cfg
