@@ -114,19 +114,24 @@ def _work(task: dict[str, Any], folder: str, rank: int, status: Status) -> Any:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel kill this rank when the forkserver ends, and let that end with the launcher.
+    """Have the kernel kill this rank when the launcher or the forkserver ends, even while it is stopped or busy.
 
-    The forkserver lives until the last copy of its "alive" pipe is closed.  Ranks get a copy; given up here, only
-    the launcher's is left, and the kernel closes that one however the launcher dies.
+    The launcher holds one end of a pipe; as it dies, however it dies, the kernel signals the owner of the other.
+    The second way: a rank's parent, the forkserver, lives until the last copy of its "alive" pipe is closed. Ranks
+    get a copy; given up here, only the launcher's is left.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     server: Any = forkserver._forkserver
     alive, server._forkserver_alive_fd = server._forkserver_alive_fd, None
     if alive is not None:
         os.close(alive)
     parent = multiprocessing.parent_process()
-    if parent is None or connection.wait([parent.sentinel], 0):
+    assert parent is not None
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([parent.sentinel], 0):
         os._exit(1)  # it died before the kernel was told
 
 

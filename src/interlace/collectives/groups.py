@@ -62,7 +62,12 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     meter = meter or Meter()
     world = tuple(range(mesh.world))
     host = Group(
-        "world", world, rank, torch.device("cpu"), Meter(meter.waiting), dist.group.WORLD if len(world) > 1 else None
+        "world",
+        world,
+        rank,
+        torch.device("cpu"),
+        Meter(meter.waiting, False),
+        dist.group.WORLD if len(world) > 1 else None,
     )
     groups = Groups(mesh, rank, host)
     limit = datetime.timedelta(seconds=timeout)

@@ -36,13 +36,17 @@ class Meter:
 
     `sent` counts bytes that left this rank and `calls` the transfers, both since the last `reset_counts`.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
-    where a rank hangs; by default it does nothing.
+    where a rank hangs; by default it does nothing.  With `record` the moments of waits and transfers are kept until
+    `cut` takes them; a caller who never cuts turns it off.
     """
 
-    def __init__(self, waiting: Callable[[str], AbstractContextManager[Any]] | None = None) -> None:
+    def __init__(
+        self, waiting: Callable[[str], AbstractContextManager[Any]] | None = None, record: bool = True
+    ) -> None:
         self.sent: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
+        self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
 
@@ -55,10 +59,12 @@ class Meter:
         self.calls.clear()
 
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
-        self._stalls.append((axis, name, begin, end))
+        if self.record:
+            self._stalls.append((axis, name, begin, end))
 
     def transferred(self, axis: str, name: str, begin: Moment, end: Moment, nbytes: int) -> None:
-        self._transfers.append((axis, name, begin, end, nbytes))
+        if self.record:
+            self._transfers.append((axis, name, begin, end, nbytes))
 
     def cut(self) -> Record:
         """What happened since the last cut; its times can be read once the compute stream has come past."""

@@ -6,7 +6,7 @@ not know travel as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def all_gather(
 
     def launch() -> list[dist.Work]:
         if uneven:
-            return _exchange(group, lambda peer: shard, lambda peer: parts[peer])
+            return _send_to_all(group, shard, parts)
         given = shard
         if aliased and group.stream is None:  # gloo reads and writes the buffers at the same time
             given = shard.clone()
@@ -81,15 +81,14 @@ def all_to_all(
     flat: 1-D, contiguous, sum(send_sizes) elements.  Sends all parts but the own one.
     """
     assert flat.numel() == sum(send_sizes) and send_sizes[group.rank] == receive_sizes[group.rank]
-    received = flat.new_empty(sum(receive_sizes))
-    sent, got = list(flat.split(list(send_sizes))), list(received.split(list(receive_sizes)))
     if group.process_group is None:
         return Handle.done(flat.clone())
+    received = flat.new_empty(sum(receive_sizes))
     nbytes = (flat.numel() - send_sizes[group.rank]) * flat.element_size()
     group.meter.count("all_to_all", group.axis, nbytes)
 
     def launch() -> list[dist.Work]:
-        return exchange_parts(group, flat, sent, received, got)
+        return exchange_parts(group, flat, received, send_sizes, receive_sizes)
 
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: received)
 
@@ -111,29 +110,31 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = 
 
 
 def exchange_parts(
-    group: Group, flat: torch.Tensor, sent: list[torch.Tensor], received: torch.Tensor, got: list[torch.Tensor]
+    group: Group,
+    flat: torch.Tensor,
+    received: torch.Tensor,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
 ) -> list[dist.Work]:
-    """The works of an all-to-all; one call when all parts are equal, point to point otherwise."""
-    if len({part.numel() for part in sent} | {part.numel() for part in got}) == 1:
-        work = dist.all_to_all_single(_bytes(received), _bytes(flat), group=group.process_group, async_op=True)
-        return [work] if work is not None else []
-    got[group.rank].copy_(sent[group.rank])
-    return _exchange(group, lambda peer: sent[peer], lambda peer: got[peer])
+    """The works of an all-to-all, in elements; all parts are equal, on every rank, when no sizes are given.
+
+    A rank must not conclude from its own sizes that all are equal: gloo runs another exchange then, and another rank,
+    whose sizes differ, would not take part in it.
+    """
+    size = flat.element_size()
+    splits = [None if sizes is None else [size * n for n in sizes] for sizes in (receive_sizes, send_sizes)]
+    work = dist.all_to_all_single(_bytes(received), _bytes(flat), *splits, group=group.process_group, async_op=True)
+    return [work] if work is not None else []
 
 
-def _exchange(
-    group: Group, give: Callable[[int], torch.Tensor], take: Callable[[int], torch.Tensor]
-) -> list[dist.Work]:
-    """Sends `give(peer)` to every peer and receives `take(peer)` from it; empty messages are not sent."""
+def _send_to_all(group: Group, shard: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
+    """The works of an uneven all-gather, point to point; empty messages are not sent."""
     operations = []
     for peer, rank in enumerate(group.ranks):
-        if peer == group.rank:
-            continue
-        outgoing, incoming = give(peer), take(peer)
-        if outgoing.numel():
-            operations.append(dist.P2POp(dist.isend, _bytes(outgoing), rank, group.process_group))
-        if incoming.numel():
-            operations.append(dist.P2POp(dist.irecv, _bytes(incoming), rank, group.process_group))
+        if peer != group.rank and shard.numel():
+            operations.append(dist.P2POp(dist.isend, _bytes(shard), rank, group.process_group))
+        if peer != group.rank and parts[peer].numel():
+            operations.append(dist.P2POp(dist.irecv, _bytes(parts[peer]), rank, group.process_group))
     return list(dist.batch_isend_irecv(operations)) if operations else []
 
 

@@ -48,7 +48,8 @@ def reduce_scatter(
     wire = wire or flat.dtype
     travelling = flat if wire == flat.dtype else torch.empty_like(flat, dtype=wire)
     received = travelling.new_empty(count * group.size)
-    sent, got = list(travelling.split(sizes)), list(received.split(count)) if count else [received] * group.size
+    got = received.view(group.size, count).unbind()
+    even = len(set(sizes)) == 1
     nbytes = (flat.numel() - count) * travelling.element_size()
     group.meter.count("reduce_scatter", group.axis, nbytes)
 
@@ -57,7 +58,7 @@ def reduce_scatter(
             travelling.copy_(flat)
 
     def launch() -> list[dist.Work]:
-        return exchange_parts(group, travelling, sent, received, got)
+        return exchange_parts(group, travelling, received, *(() if even else (sizes, [count] * group.size)))
 
     def finish() -> torch.Tensor:
         return ordered_sum(got, target, scale)

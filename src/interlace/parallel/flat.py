@@ -1,9 +1,10 @@
 """Parameters that travel together: one flat run of elements, cut over the data axis in whole chunks.
 
 The parameters of a unit (a decoder block, say) that share a dtype and are all trainable, or all frozen, lie one after
-another in one flat run, cut as `interlace.plan.zero` says, those with weight decay first.  So one all-gather, in place and without a copy, makes every parameter of the unit a
-view of one buffer, and one reduce-scatter takes their gradients.  Each parameter's layout is `(N M)/dp:c@s/t`: it
-starts at chunk s of a unit of t chunks of c elements (`interlace.layout`).
+another in one flat run, cut as `interlace.plan.zero` says, those with weight decay first.  So one all-gather, in place
+and without a copy, makes every parameter of the unit a view of one buffer, and one reduce-scatter takes their
+gradients.  Each parameter's layout is `(N M)/dp:c@s/t`: it starts at chunk s of a unit of t chunks of c elements
+(`interlace.layout`).
 
 What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 1910.02054):
 
@@ -13,12 +14,15 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
     gradients       n      n     n/w    n/w     fp32, after the reduction
     * no second copy when the parameters compute in the dtype of the main weights
 
+Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
+
 Tried and dropped: one shard per parameter (as FSDP2).  It needs a copy out of the gathered buffer for each gather, an
 extra read and write of every weight, twice a step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,13 +66,17 @@ class Slot:
 
     def reserve(self) -> torch.Tensor:
         if self.buffer is None:
-            self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):  # it outlives the pass that first needs it
+                self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         return self.buffer
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`."""
+    """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`.
+
+    A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -97,10 +105,13 @@ class Flat:
     slot: Slot | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
-    _carried: torch.Tensor | None = None
+    _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
+    _unreduced: bool = False
     _leaf_starts: list[int] = field(default_factory=list)
+    _absent: torch.Tensor | None = None
     _shown: bool = False
+    _version: int = -1
 
     def __post_init__(self) -> None:
         self.members.sort(key=lambda member: not member.decay)  # stable: decayed first, else in the module's order
@@ -117,7 +128,7 @@ class Flat:
 
     @property
     def sharded(self) -> bool:
-        return self.zero > 0 and self.group.size > 1
+        return self.group.size > 1 and (self.zero == 3 or (self.zero > 0 and self.trainable))
 
     @property
     def own(self) -> tuple[int, int]:
@@ -145,18 +156,20 @@ class Flat:
         begin, end = self.held
         self.main = torch.zeros(end - begin, dtype=self.main_dtype, device=device)
         for member in self.members:
-            start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
-            if start >= stop:
-                continue
-            first, last = start - member.offset, stop - member.offset
-            values = (
-                member.parameter.detach().reshape(-1)[first:last]
-                if materialise is None
-                else materialise(member.name, first, last)
-            )
-            self.main[start - begin : stop - begin].copy_(values)
+            if materialise is None:
+                self.fill(member, slice_of(member.parameter))
+            else:
+                self.fill(member, functools.partial(materialise, member.name))
+            member.parameter.grad = None
         if self.trainable:
             self._make_leaves()
+
+    def fill(self, member: Member, values: Callable[[int, int], torch.Tensor]) -> None:
+        """Sets the main weights of `member` that this rank holds, its elements [start, stop), to values(start, stop)."""
+        begin, end = self.held
+        start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
+        if start < stop:
+            self.main[start - begin : stop - begin].copy_(values(start - member.offset, stop - member.offset))
 
     def _make_leaves(self) -> None:
         begin, end = self.held
@@ -182,7 +195,7 @@ class Flat:
                 if start < stop or (member.numel == 0 and leaf is self.leaves[0] and self.group.rank == 0):
                     yield Placement(
                         member.name,
-                        tuple(member.shape),
+                        tuple(member.shape) or (1,),
                         self.layout(index),
                         leaf,
                         start - leaf_start,
@@ -202,6 +215,7 @@ class Flat:
             slot.arriving.wait()
         whole = slot.reserve()[: self.numel]
         slot.content = self
+        self._version = self.main._version
         if not self.sharded:
             whole.copy_(self.main)
             return
@@ -231,13 +245,20 @@ class Flat:
     def hide(self) -> None:
         """Parameters whose buffer will hold another unit read as NaN, in the right shape, and take no memory."""
         self._shown = False
-        value = math.nan if self.compute_dtype.is_floating_point or self.compute_dtype.is_complex else 0
-        absent = torch.full((), value, dtype=self.compute_dtype, device=self.main.device)
+        if self._absent is None:
+            value = math.nan if self.compute_dtype.is_floating_point or self.compute_dtype.is_complex else 0
+            with torch.inference_mode(False):
+                self._absent = torch.full((), value, dtype=self.compute_dtype, device=self.main.device)
         for member in self.members:
-            member.parameter.data = absent.expand(member.shape)
+            member.parameter.data = self._absent.expand(member.shape)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the main weights were written to since they were gathered, as far as torch can tell."""
+        return self.main._version != self._version
 
     def forget(self) -> None:
-        """The gathered copy is out of date (the main weights have changed)."""
+        """The gathered copy is out of date."""
         if self.slot is not None and self.slot.content is self:
             if self.slot.arriving is not None:
                 self.slot.arriving.wait()
@@ -245,6 +266,17 @@ class Flat:
             self.slot.content = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A backward pass begins.  What earlier ones left unreduced is dropped if the caller has taken it away."""
+        if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
+            self.drop()
+        self._unreduced = False
+
+    def drop(self) -> None:
+        """Forgets the gradients that have not been reduced."""
+        self._written.clear()
+        self._carried = []
 
     def accumulate(self, index: int) -> None:
         """Adds the gradient of member `index` to the fp32 run, and takes it off the parameter."""
@@ -255,6 +287,8 @@ class Flat:
             self._begin_gradients()
         assert self.grad is not None
         place = self.grad[member.offset : member.offset + member.numel].view(member.shape)
+        if grad.is_sparse:
+            grad = grad.to_dense()
         if index in self._written:
             place.add_(grad)
         else:
@@ -263,12 +297,12 @@ class Flat:
         member.parameter.grad = None
 
     def _begin_gradients(self) -> None:
-        if self.leaves and self.leaves[0].grad is not None:  # the caller adds several reductions up
-            self._carried = self._reduced().clone()
+        """Makes room; gradients that the leaves still have are added to the coming reduction's."""
+        self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
         if self.grad is None:
             self.grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
-        for end, following in zip(ends, [m.offset for m in self.members[1:]] + [self.numel], strict=True):
+        for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
             self.grad[end:following].zero_()
 
     def _reduced(self) -> torch.Tensor:
@@ -301,13 +335,24 @@ class Flat:
         """After the reduction: hands the gradient to the leaves and lets the whole run go where only a shard stays."""
         if self.sharded and self.zero >= 2:
             self.grad = None
-        reduced = self._reduced()
-        if self._carried is not None:
-            reduced.add_(self._carried)
-            self._carried = None
+        self._hand_out(self._reduced())
+        for leaf, carried in zip(self.leaves, self._carried, strict=True):
+            if carried is not None:
+                assert leaf.grad is not None
+                leaf.grad.add_(carried)
+        self._carried = []
+
+    def deliver_unreduced(self) -> None:
+        """After a backward pass without a reduction: the leaves show what this rank has added up, until it is reduced."""
+        if self._written:
+            assert self.grad is not None
+            self._unreduced = True
+            self._hand_out(self.grad[self.held[0] : self.held[1]])
+
+    def _hand_out(self, held: torch.Tensor) -> None:
         begin = self.held[0]
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
-            leaf.grad = reduced[start - begin : start - begin + leaf.numel()]
+            leaf.grad = held[start - begin : start - begin + leaf.numel()]
 
     # -- whole tensors, for checks and export --------------------------------------------------------------------------
 
@@ -323,9 +368,15 @@ class Flat:
         return [grad for grad in (self.grad, self._shard_grad) if grad is not None]
 
     def reduced_gradient(self) -> torch.Tensor:
-        """The reduced gradient of the held elements, after a backward pass."""
-        assert self.leaves[0].grad is not None
-        return self._reduced()
+        """The gradient of the held elements, after a backward pass."""
+        grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
+        return torch.cat([grad.detach() for grad in grads])
+
+
+def slice_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    """(start, stop) -> that range of the flattened tensor."""
+    flat = tensor.detach().reshape(-1)
+    return lambda start, stop: flat[start:stop]
 
 
 def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:

@@ -96,8 +96,9 @@ def forward_list(units: int) -> tuple[Item, ...]:
 def backward_list(regather: Sequence[bool], ahead: int) -> tuple[Item, ...]:
     """The gathers and reductions of a backward pass over units n-1 .. 0; the root's reduction follows as unit n.
 
-    `regather[unit]`: whether its weights are gathered again.  A reduction stands behind the gather that the next unit
-    but one asks for, so that a unit whose last gradients come late is not cut short:
+    `regather[unit]`: whether its weights are gathered again.  Unit u asks for the gather of unit u - ahead when its
+    backward begins.  A reduction stands behind the gather that the next unit asks for, so that nothing forces it before
+    the next but one begins, and a unit whose last gradients come late is not cut short.  With ahead=1:
 
         gather n-1, gather n-2, gather n-3, reduce n-1, gather n-4, reduce n-2, ... reduce 0, reduce n
     """

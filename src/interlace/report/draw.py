@@ -34,7 +34,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fil
 .grid{stroke:#e6eaef}.axis{stroke:#afb8c1}
 .loss,.rate,.wait,.bad{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .loss{stroke:#0969da}.rate{stroke:#1a7f37}.wait{stroke:#bc4c00}.bad{stroke:#d1242f}
-.raw{stroke-width:1;opacity:.38}
+.raw{stroke-width:1;opacity:.45}
 text.loss,text.rate,text.wait,text.bad{stroke:none}
 text.loss{fill:#0969da;font-weight:600}text.rate{fill:#1a7f37}text.wait{fill:#bc4c00}text.bad{fill:#d1242f}
 @media (prefers-color-scheme:dark){

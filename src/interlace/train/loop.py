@@ -28,7 +28,7 @@ from interlace.checkpoint import Writer, find
 from interlace.collectives import Record, all_gather
 from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
-from interlace.errors import ConfigError, NumericsError
+from interlace.errors import CheckpointError, ConfigError, NumericsError
 from interlace.events import Event, write_jsonl
 from interlace.report.draw import write_loss_curve
 from interlace.topology import Topology
@@ -113,11 +113,10 @@ def _step(session: Session, step: int) -> _Made:
 
 def _resume(session: Session, resume: str) -> int:
     """The number of steps already made."""
-    root = sessions.checkpoints(session.cfg)
     if not resume:
         return 0
-    folder, notes = find(root, resume) if resume == "auto" else find(Path(resume), "auto")
-    session.notes = list(notes)
+    root = sessions.checkpoints(session.cfg)
+    folder, session.notes = _chosen(session.world, root, resume)
     if folder is None:
         session.notes.append(f"no checkpoint in {root}: a new run")
         return 0
@@ -129,6 +128,26 @@ def _resume(session: Session, resume: str) -> int:
         )
     session.notes.append(f"resumed from {folder}")
     return step
+
+
+def _chosen(world: World, root: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from: rank 0 looks, the others are told, so that all read the same one."""
+    if world.rank > 0:
+        name, _ = json.loads(world.store.get("interlace/resume"))
+        return Path(name) if name else None, []
+    folder, notes = find(root) if resume == "auto" else _named(Path(resume))
+    world.store.set("interlace/resume", json.dumps([str(folder) if folder else "", notes]))
+    return folder, list(notes)
+
+
+def _named(place: Path) -> tuple[Path, tuple[str, ...]]:
+    """The checkpoint that a path means: itself, or the newest of a run folder."""
+    if not (place / "checkpoints").is_dir():
+        return place, find(place, place)[1]
+    folder, notes = find(place / "checkpoints")
+    if folder is None:
+        raise CheckpointError(f"{place} holds no checkpoint; give --resume another folder, or leave it out.")
+    return folder, notes
 
 
 class _RunFolder:

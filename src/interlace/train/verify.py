@@ -17,6 +17,7 @@ import gc
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         world.status(step=step, operation="step under the plan")
         session.meter.reset_counts()
         counter = FlopCounterMode(display=False)
-        with counter:
+        with counter if step == 1 else nullcontext():
             loss, _ = forward_backward(model, session.batches(), session.groups.host, session.dropout_key(step))
         if step == 0:
             _collect(world, folder, "gradient-plan", model.whole_gradients())

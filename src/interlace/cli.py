@@ -1,0 +1,337 @@
+"""The command line: parses, checks before any process starts, and says failures in one sentence.
+
+    interlace train [RUN.toml] [--parallel "dp=4 zero=3"] [--set train.steps=50 ...] [--resume auto|DIR]
+    interlace verify [RUN.toml] --parallel "dp=4 zero=3" [--steps N]
+    interlace data [RUN.toml] --steps A:B
+    interlace export RUN FOLDER
+    interlace generate RUN --prompt "..."
+
+Everything heavy is imported inside a command.  Exit codes are those of `interlace.errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from interlace import errors
+
+if TYPE_CHECKING:
+    from interlace.config import Config
+
+AXES = ("dp",)  # the axes that can be executed
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Trains a transformer split over ranks, shows where the time goes, and proves that the split is right.",
+)
+
+RunFile = Annotated[str, typer.Argument(metavar="[RUN.toml]", help="The run file; a preset when left out.")]
+Parallel = Annotated[str, typer.Option("--parallel", "-p", metavar="PLAN", help='For example "dp=4 zero=3".')]
+Set = Annotated[list[str], typer.Option("--set", "-s", metavar="KEY=VALUE", help="For example train.steps=50.")]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where ranks compute.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")]
+
+
+@app.command()
+def train(
+    run: RunFile = "",
+    parallel: Parallel = "",
+    set_: Set = [],  # noqa: B006 - typer copies it
+    resume: Annotated[
+        str, typer.Option(metavar="auto|DIR", help="Go on from the newest checkpoint of the run, or of a folder.")
+    ] = "",
+    device: Device = "auto",
+    port: Annotated[int, typer.Option(help="Loopback port where local ranks meet; 0 = none is needed.")] = 0,
+    debug: Debug = False,
+) -> None:
+    """Train: starts local ranks, or joins those of torchrun or SLURM."""
+
+    def work() -> None:
+        from interlace import launch
+        from interlace.config import load
+
+        joined = launch.under_launcher()
+        world = int(os.environ["WORLD_SIZE"]) if joined and "WORLD_SIZE" in os.environ else None
+        cfg = load(run or None, set_, parallel or None, world)
+        place = _device(device, cfg.plan.world)
+        with _error_file(cfg, enabled=not joined or os.environ.get("RANK", "0") == "0"):
+            _check(cfg, place, local=not joined)
+            _check_folder(cfg, resume)
+            argument = {"config": cfg.to_toml(), "resume": resume}
+            if joined:
+                _join(cfg, place, argument)
+            else:
+                launch.run_local(
+                    "interlace.train.loop:run",
+                    cfg.plan.world,
+                    argument,
+                    device=place,
+                    timeout=cfg.run.timeout,
+                    port=port or None,
+                )
+
+    _guarded(work, debug)
+
+
+@app.command()
+def verify(
+    run: RunFile = "",
+    parallel: Parallel = "",
+    steps: Annotated[int, typer.Option(min=2, help="Steps to compare.")] = 3,
+    set_: Set = [],  # noqa: B006
+    device: Device = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Prove that a plan gives the numbers of one process, and that its work is really split."""
+
+    def work() -> None:
+        from interlace.config import load
+        from interlace.train.verify import checked, lines
+        from interlace.train.verify import verify as prove
+
+        cfg = checked(load(run or None, set_, parallel or None, preset="tiny"))
+        place = _device(device, cfg.plan.world)
+        _check(cfg, place, local=True)
+        report = prove(cfg, steps, place)
+        for line in lines(report):
+            print(line)
+        if not report.passed:
+            raise typer.Exit(errors.NumericsError.exit_code)
+
+    _guarded(work, debug)
+
+
+@app.command()
+def data(
+    run: RunFile = "",
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B-1, from 0.")] = "0:1",
+    set_: Set = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Print what the model sees, one JSON line a sequence: the same for every plan."""
+
+    def work() -> None:
+        from interlace.config import load
+        from interlace.train.data import Dataset, rows
+
+        cfg = load(run or None, set_)
+        wanted = _range(steps)
+        dataset = Dataset.open(cfg.data, cfg.model_config().vocab_size, cfg.run.seed)
+        print(dataset.describe(cfg.train.global_batch), file=sys.stderr)
+        for row in rows(dataset, wanted, cfg.train.global_batch):
+            print(json.dumps(row))
+
+    _guarded(work, debug)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoint.")],
+    destination: Annotated[Path, typer.Argument(metavar="FOLDER", help="The Hugging Face folder to write.")],
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16", help="How weights are stored.")] = "fp32",
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: config.json and safetensors."""
+
+    def work() -> None:
+        from interlace.train.export import export as write
+
+        write(run, destination, dtype)
+        print(f"wrote {destination}")
+
+    _guarded(work, debug)
+
+
+@app.command()
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoint.")],
+    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among the k likeliest; 0 = among all.")] = 50,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    device: Device = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Let a trained model write, on one process."""
+
+    def work() -> None:
+        from interlace.serve.generate import load, sample_text
+
+        model, words, cfg = load(run, _device(device, 1))
+        sys.stdout.write(prompt)
+        for piece in sample_text(
+            model,
+            words,
+            prompt,
+            tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            context=cfg.data.sequence_length,
+        ):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+    _guarded(work, debug)
+
+
+def main() -> None:
+    app()
+
+
+# --- before any process starts -------------------------------------------------------------------------------------
+
+
+def _check(cfg: Config, device: str, local: bool) -> None:
+    """Refuses what cannot run, in one sentence with the nearest that can."""
+    from interlace.plan import fit
+
+    if cfg.run.reproducible == "plan":
+        raise errors.ConfigError(
+            'run.reproducible = "plan" is not available in this release; use "none" (run.deterministic = true gives '
+            "the same bits run to run for one plan)."
+        )
+    if cfg.run.tensorboard:
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError:
+            raise errors.ConfigError(
+                "run.tensorboard = true needs TensorBoard; install interlace[tensorboard]."
+            ) from None
+    ranks = int(os.environ.get("WORLD_SIZE", cfg.plan.world)) if not local else cfg.plan.world
+    fit.check(cfg, ranks, _memory_per_rank(device, cfg.plan.world if local else 1), AXES, device)
+
+
+def _check_folder(cfg: Config, resume: str) -> None:
+    out = Path(cfg.run.out)
+    if resume:
+        return
+    made = sorted((out / "checkpoints").glob("step-*"))
+    if made:
+        raise errors.ConfigError(
+            f"{out} already holds checkpoints ({made[-1].name}); go on with --resume auto, or choose another folder "
+            f"with --set run.out={_free(out)}."
+        )
+
+
+def _free(out: Path) -> Path:
+    number = 2
+    while (candidate := out.with_name(f"{out.name}-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _device(asked: str, ranks: int) -> str:
+    """"cpu" or "cuda"; "auto" takes GPUs when there are enough for the ranks on this machine."""
+    if asked not in ("auto", "cpu", "cuda"):
+        raise errors.ConfigError(f'--device is "{asked}"; use auto, cpu or cuda.')
+    if asked != "auto":
+        return asked
+    import torch
+
+    from interlace import launch
+
+    if launch.under_launcher():
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+
+
+def _memory_per_rank(device: str, local_ranks: int) -> int | None:
+    """Bytes that a rank may use, or None when it cannot be known."""
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        try:
+            found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            return min(int(value) for value in found) << 20
+        except (OSError, subprocess.SubprocessError, ValueError):
+            return None
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        return (kib << 10) // local_ranks
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _range(text: str) -> range:
+    first, colon, last = text.partition(":")
+    try:
+        start, stop = int(first or 0), int(last) if colon else int(first) + 1
+    except ValueError:
+        start, stop = 1, 0
+    if start < 0 or stop <= start:
+        raise errors.ConfigError(f'--steps is "{text}"; write A:B with 0 <= A < B, as in 0:2.')
+    return range(start, stop)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
+    """This process is a rank of torchrun or SLURM."""
+    from interlace import launch
+    from interlace.train.loop import run as rank_run
+
+    world = launch.join(cfg.run.timeout, device)
+    try:
+        rank_run(world, **argument)
+    except Exception as error:
+        raise world.explain(error) from error
+    finally:
+        launch.leave()
+
+
+class _error_file:  # noqa: N801 - reads as a function where it is used
+    """Writes `error.json` into the run folder when the body fails (but for a folder that is another run's)."""
+
+    def __init__(self, cfg: Config, enabled: bool) -> None:
+        self.out, self.enabled = Path(cfg.run.out), enabled
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        started = self.out.is_dir() and not isinstance(error, errors.ConfigError)
+        if self.enabled and started and isinstance(error, errors.InterlaceError):
+            text = json.dumps(error.to_json(), indent=2)
+            try:
+                (self.out / "error.json").write_text(text + "\n", encoding="utf-8")
+            except OSError as cannot:
+                print(f"interlace: could not write error.json: {cannot}", file=sys.stderr)
+
+
+def _guarded(work: Callable[[], None], debug: bool) -> None:
+    """Runs a command; a failure becomes one message and its exit code."""
+    try:
+        work()
+    except errors.InterlaceError as error:
+        _fail(error, debug)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def _fail(error: errors.InterlaceError, debug: bool) -> NoReturn:
+    if debug and "traceback" in error.details:
+        print(error.details["traceback"], file=sys.stderr)
+    print(f"interlace: {error} [{error.code}]", file=sys.stderr)
+    raise typer.Exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A checkpoint -> a Hugging Face folder that `transformers` loads: config.json, safetensors, and the run's tokenizer.
+
+The fp32 main weights are read tensor by tensor, whatever plan saved them, and written in the dtype asked for; at most
+one shard of the result is in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from interlace import config, hf_config
+from interlace.checkpoint import MANIFEST, Reader, find
+from interlace.config import ModelConfig
+from interlace.errors import CheckpointError, ConfigError, DataError, ResourceError, nearest
+from interlace.models.weights import save_hf
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOKENIZER = "tokenizer.json"
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # of a tokenizer.json, copied where they exist
+
+
+def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = "bf16") -> None:
+    """Write the newest checkpoint of a run folder, or one checkpoint, as a new folder `destination`.
+
+    dtype: "bf16" or "fp32".  A run on bytes has no tokenizer.json to copy.  The folder appears only once all weights are
+    written.  ConfigError when no Hugging Face model computes what this configuration does; CheckpointError for a missing, damaged
+    or foreign checkpoint, or a destination with something in it; DataError when the tokenizer's file has gone.
+    """
+    if dtype not in DTYPES:
+        near = nearest(dtype, DTYPES)
+        raise ConfigError(f"export writes bf16 or fp32, found {dtype}" + (f"; nearest is {near}" if near else ""))
+    reader = Reader(_newest(Path(run_or_checkpoint)))
+    text = reader.meta.get("config")
+    if not isinstance(text, str):
+        raise CheckpointError(f"{reader.folder} does not hold its run file: export a checkpoint that a run has saved")
+    cfg = config.loads(text, where=f"the run file in {reader.folder}")
+    saved = reader.meta.get("model")  # the dimensions themselves: a preset or folder may have changed since
+    model_cfg = cfg.model_config() if saved is None else ModelConfig.of(saved)
+    hf_config.to_hf(model_cfg)  # refuses before anything is read
+    tokenizer = _tokenizer_file(cfg.data.tokenizer)
+    destination = Path(destination)
+    try:
+        save_hf(destination, model_cfg, _weights(reader, DTYPES[dtype]))
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, destination / TOKENIZER)
+            for name in BESIDE:
+                if tokenizer.with_name(name).is_file():
+                    shutil.copyfile(tokenizer.with_name(name), destination / name)
+    except OSError as error:
+        raise ResourceError(f"cannot write {destination}: {error.strerror or error}; make room or name another") from error
+
+
+def _weights(reader: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every main weight; `save_hf` holds them against the configuration, by name and shape."""
+    for name in reader.names:
+        if name.startswith("main/"):
+            yield name.removeprefix("main/"), reader.read(name).view(reader.shape(name)).to(dtype)
+
+
+def _tokenizer_file(spec: str) -> Path | None:
+    """The run's tokenizer.json; None for bytes."""
+    if spec == "bytes":
+        return None
+    path = Path(spec).expanduser()
+    path = path / TOKENIZER if path.is_dir() else path
+    if not path.is_file():
+        raise DataError(f"the tokenizer {path}, with which the run was trained, is not there; put it back", file=str(path))
+    return path
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint at a path: itself, or the newest valid one of a run folder (or of its `checkpoints`)."""
+    if (path / MANIFEST).exists():
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder, notes = find(root)
+    if folder is None:
+        raise CheckpointError(f"{path} holds no checkpoint: name a run folder, or a step-N folder in its checkpoints")
+    for note in notes:
+        if "passed over" in note:
+            warnings.warn(f"{root}: {note}", stacklevel=3)
+    return folder
