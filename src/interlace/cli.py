@@ -11,11 +11,12 @@ Everything heavy is imported inside a command.  Exit codes are those of `interla
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -235,7 +236,7 @@ def _free(out: Path) -> Path:
 
 
 def _device(asked: str, ranks: int) -> str:
-    """"cpu" or "cuda"; "auto" takes GPUs when there are enough for the ranks on this machine."""
+    """ "cpu" or "cuda"; "auto" takes GPUs when there are enough for the ranks on this machine."""
     if asked not in ("auto", "cpu", "cuda"):
         raise errors.ConfigError(f'--device is "{asked}"; use auto, cpu or cuda.')
     if asked != "auto":
@@ -294,23 +295,19 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
         launch.leave()
 
 
-class _error_file:  # noqa: N801 - reads as a function where it is used
-    """Writes `error.json` into the run folder when the body fails (but for a folder that is another run's)."""
-
-    def __init__(self, cfg: Config, enabled: bool) -> None:
-        self.out, self.enabled = Path(cfg.run.out), enabled
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        started = self.out.is_dir() and not isinstance(error, errors.ConfigError)
-        if self.enabled and started and isinstance(error, errors.InterlaceError):
-            text = json.dumps(error.to_json(), indent=2)
+@contextlib.contextmanager
+def _error_file(cfg: Config, enabled: bool) -> Iterator[None]:
+    """Writes `error.json` into the run folder when a started run fails (not when it was refused before)."""
+    try:
+        yield
+    except errors.InterlaceError as error:
+        out = Path(cfg.run.out)
+        if enabled and out.is_dir() and not isinstance(error, errors.ConfigError):
             try:
-                (self.out / "error.json").write_text(text + "\n", encoding="utf-8")
+                (out / "error.json").write_text(json.dumps(error.to_json(), indent=2) + "\n", encoding="utf-8")
             except OSError as cannot:
                 print(f"interlace: could not write error.json: {cannot}", file=sys.stderr)
+        raise
 
 
 def _guarded(work: Callable[[], None], debug: bool) -> None:

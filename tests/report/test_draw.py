@@ -37,7 +37,9 @@ class Picture:
     def __init__(self, svg: str) -> None:
         self.root = ET.fromstring(svg)
         self.texts = [node.text or "" for node in self.root.iter(f"{SVG}text")]
-        labels = [(float(node.get("y", "")), node.text or "") for node in self.root.iter(f"{SVG}text") if _is(node, "y")]
+        labels = [
+            (float(node.get("y", "")), node.text or "") for node in self.root.iter(f"{SVG}text") if _is(node, "y")
+        ]
         middle = max(y for y, _ in labels) - 100
         self.loss_ticks = [(y - 4, float(text.replace(",", ""))) for y, text in labels if y < middle]
         self.step_ticks = [
@@ -122,7 +124,9 @@ def test_a_logarithmic_axis_holds_logarithms() -> None:
     ],
 )
 def test_step_ticks_are_round(first: int, count: int, ticks: list[int]) -> None:
-    assert [step for _, step in Picture(loss_curve(rows([1.0 + n % 3 for n in range(count)], first))).step_ticks] == ticks
+    assert [
+        step for _, step in Picture(loss_curve(rows([1.0 + n % 3 for n in range(count)], first))).step_ticks
+    ] == ticks
 
 
 def test_rates_and_shares_share_a_panel() -> None:
@@ -167,7 +171,12 @@ def test_the_mean_passes_over_a_gap_without_a_jump() -> None:
 
 
 def test_rows_may_lack_anything() -> None:
-    bare = [{"loss": 3.0}, {"step": 4}, {"step": 2, "loss": 2.0, "waited": None}, {"step": 3, "loss": 1.0, "waited": {}}]
+    bare = [
+        {"loss": 3.0},
+        {"step": 4},
+        {"step": 2, "loss": 2.0, "waited": None},
+        {"step": 3, "loss": 1.0, "waited": {}},
+    ]
     picture = Picture(loss_curve(bare))
     (line,) = picture.lines("loss")
     assert [(picture.step(x), picture.loss(y)) for x, y in line] == [pytest.approx((2, 2)), pytest.approx((3, 1))]

@@ -95,7 +95,7 @@ def all_to_all(
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = "broadcast") -> Handle[torch.Tensor]:
     """`tensor` of group rank `root`, in place on every rank.  Any shape; contiguous."""
-    if group.process_group is None:
+    if group.process_group is None or tensor.numel() == 0:
         return Handle.done(tensor)
     process_group, source = group.process_group, group.ranks[root]
     flat = tensor.view(-1)
@@ -121,9 +121,8 @@ def exchange_parts(
     A rank must not conclude from its own sizes that all are equal: gloo runs another exchange then, and another rank,
     whose sizes differ, would not take part in it.
     """
-    size = flat.element_size()
-    splits = [None if sizes is None else [size * n for n in sizes] for sizes in (receive_sizes, send_sizes)]
-    work = dist.all_to_all_single(_bytes(received), _bytes(flat), *splits, group=group.process_group, async_op=True)
+    into, out = ([n * flat.element_size() for n in sizes or ()] or None for sizes in (receive_sizes, send_sizes))
+    work = dist.all_to_all_single(_bytes(received), _bytes(flat), into, out, group=group.process_group, async_op=True)
     return [work] if work is not None else []
 
 

@@ -17,46 +17,27 @@ go, and the end of backward issues what is left, so that a branch taken by one r
 neither hang nor mix transfers up.  The lists themselves are `interlace.plan.zero`.
 
 Parameters used by several units, and those outside every unit, belong to the root unit, which stays gathered from the
-start of forward to the end of backward.  Units that are still in their buffers are not gathered again (the last ones
+start of forward to the end of backward.  The weights of another unit may be read only while its module runs.  Units that are still in their buffers are not gathered again (the last ones
 before backward, the first ones before the next micro-batch): a static property too.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from interlace.collectives import Group, Handle, broadcast
-from interlace.errors import ConfigError
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots
+from interlace.collectives import Group, Handle, broadcast, sum_scalars
+from interlace.errors import CheckpointError, ConfigError
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots, slice_of
+from interlace.parallel.units import Unit, find_units, homes
 from interlace.plan.zero import backward_list
-
-ROOT = "root"
-
-
-@dataclass(eq=False)
-class Unit:
-    """A submodule whose parameters are gathered and reduced together.  `position` is its place in forward order."""
-
-    name: str
-    module: nn.Module
-    position: int
-    flats: list[Flat] = field(default_factory=list)
-    regather: bool = True  # whether backward reads the weights
-    waiting_for: set[tuple[int, int]] = field(default_factory=set)
-    reduced: bool = False
-
-    @property
-    def trainable(self) -> list[Flat]:
-        return [flat for flat in self.flats if flat.trainable]
 
 
 class DataParallel(nn.Module):
@@ -77,8 +58,9 @@ class DataParallel(nn.Module):
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
-    optimizer; their `.grad` is set when `backward` returns.  The module's own parameters are views that read as NaN
-    where they are not gathered.
+    optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  The module's own
+    parameters are views that read as NaN where they are not gathered; `state_dict` and `whole_parameters` give whole
+    ones.  Buffers are rank 0's at the start and each rank's own from then on.
     """
 
     def __init__(
@@ -114,9 +96,11 @@ class DataParallel(nn.Module):
         self._next_item = 0
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]]]] = deque()
         self._late: list[Unit] = []
-        self.units, self.root = _find_units(module, units)
+        self.units, self.root = find_units(module, units)
         self._fill_units(compute_dtype, dims or {}, decay or {})
         if materialise is None:
+            if any(parameter.is_meta for parameter in module.parameters()):
+                raise ConfigError("the module is on the meta device; give materialise, or build it on a real device.")
             self._agree_on_values()
         for flat in self.flats:
             flat.build(group.device, materialise)
@@ -150,7 +134,10 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes begun inside only add to the local gradients; the first one after reduces the sum, once."""
+        """Backward passes run inside only add to the local gradients; the first one after reduces the sum, once.
+
+        Gradients that `zero_grad` takes away in between are dropped.
+        """
         before, self.sync = self.sync, False
         try:
             yield
@@ -158,17 +145,12 @@ class DataParallel(nn.Module):
             self.sync = before
 
     def refresh(self) -> None:
-        """Says that main weights were changed by hand: the parameters are taken from them again at the next use.
-
-        Collective under zero=1 and 2.
-        """
-        self._stale = True
-        if self.zero < 3:
-            self._drop_stale()
-            for flat in self.flats:
+        """Takes the parameters from the main weights again, after these were changed by hand.  Collective."""
+        for flat in self.flats:
+            flat.forget()
+            if self.zero < 3:
                 flat.gather()
-                if flat.slot is not None:
-                    flat.show()
+                flat.show()
 
     @property
     def sharded(self) -> bool:
@@ -178,6 +160,10 @@ class DataParallel(nn.Module):
     @property
     def flats(self) -> list[Flat]:
         return [flat for unit in [*self.units, self.root] for flat in unit.flats]
+
+    @property
+    def _trainable(self) -> list[Flat]:
+        return [flat for flat in self.flats if flat.trainable]
 
     def leaves(self) -> list[nn.Parameter]:
         """The flat main weights that this rank holds, in a fixed order; `.decay` says whether weight decay applies."""
@@ -212,7 +198,84 @@ class DataParallel(nn.Module):
         """Every trainable parameter's reduced gradient in full, after a backward pass.  Collective."""
         for flat in self.flats:
             if flat.trainable:
-                yield from flat.whole(flat.reduced_gradient())
+                yield from flat.whole(flat.gradient())
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`; returns the norm before.
+
+        Equals `torch.nn.utils.clip_grad_norm_` in one process (that function, called here, would see one rank's shard).
+        fp64, 0-d, the same on every rank.  Collective.
+        """
+        total = torch.zeros(1, dtype=torch.float64, device=self.group.device)
+        for flat in self._trainable:
+            start, stop = (bound - flat.held[0] for bound in flat.own)
+            total += torch.linalg.vector_norm(flat.gradient()[start:stop], dtype=torch.float64).square()
+        norm = sum_scalars(total, [self.group], name="gradient norm").sqrt()[0]
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        torch._foreach_mul_([leaf.grad for leaf in self.leaves() if leaf.grad is not None], factor)
+        return norm
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        whole = {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_parameters()}
+        state = self.module.state_dict(keep_vars=keep_vars)
+        for name, first in self._first_names().items():
+            state[name] = whole[first]
+        destination = {} if destination is None else destination
+        destination.update((prefix + name, value) for name, value in state.items())
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Sets parameters and buffers from whole tensors under the module's own names, the same dict on every rank.
+
+        Collective.  Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`)
+        and for another shape.  Returns missing and unexpected names, as torch does.
+        """
+        first = self._first_names()
+        wanted = {member.name: (flat, member) for flat in self.flats for member in flat.members}
+        known = self.module.state_dict()
+        missing = [name for name in known if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in known]
+        if strict and (missing or unexpected):
+            wrong, name = ("lacks", missing[0]) if missing else ("has", unexpected[0])
+            raise CheckpointError(
+                f'the state {wrong} "{name}", which the module {"has" if missing else "does not have"}; load one of '
+                "the same module, or give strict=False."
+            )
+        for name in first:
+            shape = wanted[first[name]][1].shape
+            if name in state_dict and state_dict[name].shape != shape:
+                raise CheckpointError(
+                    f'"{name}" is {list(state_dict[name].shape)} in the state and {list(shape)} in the module; load '
+                    "one of the same sizes."
+                )
+        rest = {name: value for name, value in state_dict.items() if name in known and name not in first}
+        found = self.module.load_state_dict(rest, strict=False)
+        for name in first:
+            if name in state_dict:
+                flat, member = wanted[first[name]]
+                flat.fill(member, slice_of(state_dict[name]))
+        self.refresh()
+        return found._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+    def _first_names(self) -> dict[str, str]:
+        """Every name of every parameter -> the name under which it is held (another one if it is tied)."""
+        held = {id(member.parameter): member.name for flat in self.flats for member in flat.members}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: held[id(parameter)] for name, parameter in named}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DataParallel:
+        """Of `.to()`, `.cuda()`, `.half()` and the like: nothing, or a refusal."""
+        for flat in self.flats:
+            probe = flat.main.new_empty(0, dtype=flat.compute_dtype)
+            made = fn(probe)
+            if (made.dtype, made.device) != (probe.dtype, probe.device):
+                raise ConfigError(
+                    "a wrapped module cannot be moved or cast; do it before parallelize, or give compute_dtype."
+                )
+        return self
 
     def resident_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What this rank keeps between steps: main weights, copies that compute, gradients."""
@@ -225,16 +288,10 @@ class DataParallel(nn.Module):
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _fill_units(self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool]) -> None:
-        homes: dict[int, set[str]] = {}  # the units, or the root, in which each parameter is used
-        for path, owner in self.module.named_modules():
-            at = next((u.name for u in self.units if path == u.name or path.startswith(u.name + ".")), ROOT)
-            for parameter in owner.parameters(recurse=False):
-                homes.setdefault(id(parameter), set()).add(at)
-        by_name = {unit.name: unit for unit in self.units}
+        home = homes(self.module, self.units, self.root)
         members: dict[tuple[str, torch.dtype, bool], tuple[Unit, list[Member]]] = {}
         for name, parameter in self.module.named_parameters():
-            home = homes[id(parameter)]
-            unit = by_name.get(next(iter(home)), self.root) if len(home) == 1 else self.root
+            unit = home[id(parameter)]
             key = (unit.name, parameter.dtype, parameter.requires_grad)
             letters = dims.get(name) or " ".join(f"d{i}" for i in range(parameter.dim())) or "one"
             decays = decay.get(name, parameter.dim() >= 2)
@@ -253,9 +310,7 @@ class DataParallel(nn.Module):
         """Rank 0's parameters and buffers are everyone's."""
         state = [p.detach() for p in self.module.parameters()] + list(self.module.buffers())
         for tensor in state:
-            whole = tensor.contiguous()
-            broadcast(whole.view(1) if whole.dim() == 0 else whole, self.group, name="initial values").wait()
-            tensor.copy_(whole)
+            tensor.copy_(broadcast(tensor.contiguous(), self.group, name="initial values").wait())
 
     def _make_slots(self) -> list[Slot]:
         flats = [flat for unit in self.units for flat in unit.flats]
@@ -265,8 +320,11 @@ class DataParallel(nn.Module):
 
     def _register_hooks(self) -> None:
         for unit in self.units:
-            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_unit(unit))
-            unit.module.register_forward_hook(lambda module, args, output, unit=unit: self._after_unit(unit, output))
+            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._before_unit(unit), prepend=True)
+            unit.module.register_forward_hook(
+                lambda module, args, kwargs, output, unit=unit: self._after_unit(unit, (args, kwargs), output),
+                with_kwargs=True,
+            )
         for unit in [*self.units, self.root]:
             for number, flat in enumerate(unit.flats):
                 for index, member in enumerate(flat.members if flat.trainable else []):
@@ -277,7 +335,12 @@ class DataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
-        if self._phase == "backward":
+        if self._phase == "backward":  # an exception ended it: nothing of it is left
+            while self._reductions:
+                for handle in self._reductions.popleft()[1]:
+                    handle.wait()
+            for flat in self._trainable:
+                flat.drop()
             self._rest()
         self._drop_stale()
         self._phase = "forward"
@@ -289,9 +352,15 @@ class DataParallel(nn.Module):
             flat.show()
 
     def _drop_stale(self) -> None:
-        if self._stale:
-            for flat in self.flats:
+        """Forgets gathered weights that an optimizer may have changed since.
+
+        Version counters tell on their own, but not of fused optimizers.  So after a reduction copies are stale until a
+        forward pass that is going to be trained on; one in between for evaluation may come before the update.
+        """
+        for flat in self.flats:
+            if self._stale or flat.changed:
                 flat.forget()
+        if torch.is_grad_enabled():
             self._stale = False
 
     def _gather_through(self, position: int) -> None:
@@ -301,39 +370,41 @@ class DataParallel(nn.Module):
             self._next_gather += 1
 
     def _before_unit(self, unit: Unit) -> None:
-        if self._phase == "forward":
-            self._gather_through(unit.position + self.ahead)
-        elif self._phase == "rest":
+        if self._phase == "rest":
             raise ConfigError(
                 f"{unit.name} was called outside the wrapped module; call the object that parallelize returned "
                 "(its run() for a method other than forward)."
             )
+        if self._phase == "forward":
+            self._gather_through(unit.position + self.ahead)
+        elif self.zero == 3 and unit.regather:  # recomputed before any gradient reached its output
+            self._issue_through_gather(unit.position)
         for flat in unit.flats:
-            if flat.slot is not None and flat.slot.content is not flat:
+            if not flat.gathered:
                 raise ConfigError(
                     f"{unit.name} ran after a unit that stands behind it in the list of units; list units in the order "
-                    "in which they run, or leave out those that run twice or out of order."
+                    "in which they run, and leave out those that run twice, out of order, or recomputed with others."
                 )
             flat.show()
 
-    def _after_unit(self, unit: Unit, output: Any) -> None:
-        if self._phase != "forward":
-            return  # recomputed inside backward: its weights are still needed
+    def _after_unit(self, unit: Unit, inputs: Any, output: Any) -> None:
+        passed_on = {id(tensor) for tensor in tensors_of(inputs)}
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad and id(tensor) not in passed_on:
                     tensor.register_hook(lambda grad, unit=unit: self._before_backward(unit))
-        self._hide(unit)
+        if self._phase == "forward":  # in a recomputation the weights are still needed
+            self._hide(unit)
 
     def _hide(self, unit: Unit) -> None:
         if self.zero == 3:
             for flat in unit.flats:
-                if flat.slot is not None and flat.sharded:
+                if flat.sharded:
                     flat.hide()
 
     def _end_forward(self, output: Any) -> None:
         self._gather_through(len(self.units) - 1)
-        with_graph = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        with_graph = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if torch.is_grad_enabled() and with_graph:
             for tensor in with_graph:
                 tensor.register_hook(lambda grad: self._begin_backward())
@@ -352,6 +423,11 @@ class DataParallel(nn.Module):
             return
         self._phase = "backward"
         self._next_item = 0
+        for flat in self.root.flats:  # there already, unless a pass without gradients came in between
+            flat.gather()
+            flat.show()
+        for flat in self._trainable:
+            flat.begin()
         for unit in [*self.units, self.root]:
             unit.reduced = False
             unit.waiting_for = {
@@ -367,7 +443,7 @@ class DataParallel(nn.Module):
         if self.zero == 3 and unit.regather:
             self._issue_through_gather(unit.position - self.ahead)
             for flat in unit.flats:
-                if flat.slot is not None and flat.slot.content is not flat:
+                if not flat.gathered:
                     raise ConfigError(
                         f"the backward of {unit.name} began twice in one pass; run one forward per backward under "
                         "zero=3, or leave this unit out of `units`."
@@ -383,7 +459,7 @@ class DataParallel(nn.Module):
                 "this unit out of `units`, so that its parameters are reduced at the end."
             )
         flat = unit.flats[number]
-        if self.zero == 3 and unit.regather and flat.slot is not None and flat.slot.content is not flat:
+        if self.zero == 3 and unit.regather and not flat.gathered:
             raise ConfigError(
                 f"the backward of {unit.name} was still running when that of the next unit began; leave it out of "
                 "`units`."
@@ -434,32 +510,12 @@ class DataParallel(nn.Module):
             self._issue()
         while self._reductions:
             self._deliver()
-        self._stale = self._stale or self.sync
+        if self.sync:
+            self._stale = True
+        else:
+            for flat in self._trainable:
+                flat.deliver_unreduced()
         self._rest()
-
-
-def _find_units(module: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Unit], Unit]:
-    names = dict(module.named_modules())
-    if patterns is None:
-        lists = [name for name, m in names.items() if isinstance(m, nn.ModuleList)]
-        outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists if other != name)]
-        chosen = [child for child in names if child.rpartition(".")[0] in outer and child not in outer]
-    else:
-        chosen = []
-        for pattern in patterns:
-            found = [
-                name
-                for name in names
-                if name and fnmatch.fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
-            ]
-            if not found:
-                raise ConfigError(f'units names "{pattern}", but the module has no submodule of that name.')
-            chosen += [name for name in found if name not in chosen]
-    units = [Unit(name, names[name], position) for position, name in enumerate(chosen)]
-    for unit in units:
-        inner = [m for m in unit.module.modules() if any(True for _ in m.parameters(recurse=False))]
-        unit.regather = not all(isinstance(m, nn.Embedding) for m in inner)
-    return units, Unit(ROOT, module, len(units))
 
 
 def _leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:
@@ -476,4 +532,12 @@ def _leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) 
             if parameter is not None and id(parameter) in replaced:
                 owner._parameters[name] = replaced[id(parameter)]
         for name, buffer in owner._buffers.items():
-            assert buffer is None or not buffer.is_meta, f"buffer {name} of a meta module has no values"
+            if buffer is not None and buffer.is_meta:
+                raise ConfigError(f"buffer {name} is on the meta device; give it values before the module is wrapped.")
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers and dataclasses."""
+    leaves = tree_leaves(value)
+    inside = [vars(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
+    return [leaf for leaf in leaves + tree_leaves(inside) if isinstance(leaf, torch.Tensor)]

@@ -165,7 +165,7 @@ class Flat:
             self._make_leaves()
 
     def fill(self, member: Member, values: Callable[[int, int], torch.Tensor]) -> None:
-        """Sets the main weights of `member` that this rank holds, its elements [start, stop), to values(start, stop)."""
+        """Sets the main weights of `member` held here, say its elements [start, stop), to values(start, stop)."""
         begin, end = self.held
         start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
         if start < stop:
@@ -229,7 +229,7 @@ class Flat:
         slot = self.slot
         if slot is None:
             return
-        assert slot.content is self, f"{self.name} is not gathered"
+        assert self.gathered, f"{self.name} is not gathered"
         if slot.arriving is not None:
             slot.arriving.wait()
             slot.arriving = None
@@ -251,6 +251,11 @@ class Flat:
                 self._absent = torch.full((), value, dtype=self.compute_dtype, device=self.main.device)
         for member in self.members:
             member.parameter.data = self._absent.expand(member.shape)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the parameters can be read, once what is on its way has arrived."""
+        return self.slot is None or self.slot.content is self
 
     @property
     def changed(self) -> bool:
@@ -343,7 +348,7 @@ class Flat:
         self._carried = []
 
     def deliver_unreduced(self) -> None:
-        """After a backward pass without a reduction: the leaves show what this rank has added up, until it is reduced."""
+        """After a backward pass without a reduction: the leaves show what this rank alone has added up."""
         if self._written:
             assert self.grad is not None
             self._unreduced = True
@@ -367,7 +372,7 @@ class Flat:
         """The gradient tensors that are held now."""
         return [grad for grad in (self.grad, self._shard_grad) if grad is not None]
 
-    def reduced_gradient(self) -> torch.Tensor:
+    def gradient(self) -> torch.Tensor:
         """The gradient of the held elements, after a backward pass."""
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self.leaves]
         return torch.cat([grad.detach() for grad in grads])

@@ -23,7 +23,7 @@ STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, wi
 
 @dataclass(frozen=True)
 class Run:
-    """The parameters of a unit, in the order in which they lie in its flat run; `unit` is "root" if several use them."""
+    """The parameters of a unit in the order of its flat run; `unit` is "root" for those that several use."""
 
     unit: str
     members: tuple[Parameter, ...]
@@ -91,9 +91,9 @@ def sequences_of(config: Config, rank: int, batch: int) -> int:
 def _held(run: Run, mesh: Mesh, rank: int, is_split: bool) -> int:
     """Elements of the main weights on this rank, parameter by parameter, from their layout strings."""
     return sum(
-        Layout.parse(
-            engine.member_layout(member.dims, run.cut, index) if is_split else member.dims
-        ).local_numel(member.shape, mesh, rank)
+        Layout.parse(engine.member_layout(member.dims, run.cut, index) if is_split else member.dims).local_numel(
+            member.shape, mesh, rank
+        )
         for index, member in enumerate(run.members)
     )
 

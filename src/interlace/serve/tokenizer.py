@@ -98,7 +98,9 @@ def _end(library: Any, path: Path) -> int:
     if isinstance(stated, str):
         ids = [library.token_to_id(stated)]
     else:
-        special = {token.content: number for number, token in library.get_added_tokens_decoder().items() if token.special}
+        special = {
+            token.content: number for number, token in library.get_added_tokens_decoder().items() if token.special
+        }
         ids = [special.get(name) for name in END_NAMES]
     for number in ids:
         if number is not None:

@@ -66,13 +66,12 @@ class Batch:
         documents_BT = self.documents_BT if self.separate else None
         if device.type == "cpu":
             return self.tokens_BT, self.labels_BT, self.positions_BT, documents_BT, self.samples_B
-        move = {"device": device, "non_blocking": True}
         return (
-            self.tokens_BT.pin_memory().to(**move),
-            self.labels_BT.pin_memory().to(**move),
-            self.positions_BT.pin_memory().to(**move),
+            self.tokens_BT.pin_memory().to(device, non_blocking=True),
+            self.labels_BT.pin_memory().to(device, non_blocking=True),
+            self.positions_BT.pin_memory().to(device, non_blocking=True),
             documents_BT,  # attention makes its offsets from these on the host
-            self.samples_B.to(**move),
+            self.samples_B.pin_memory().to(device, non_blocking=True),
         )
 
 

@@ -53,7 +53,9 @@ def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = 
                 if tokenizer.with_name(name).is_file():
                     shutil.copyfile(tokenizer.with_name(name), destination / name)
     except OSError as error:
-        raise ResourceError(f"cannot write {destination}: {error.strerror or error}; make room or name another") from error
+        raise ResourceError(
+            f"cannot write {destination}: {error.strerror or error}; make room or name another"
+        ) from error
 
 
 def _weights(reader: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -70,7 +72,9 @@ def _tokenizer_file(spec: str) -> Path | None:
     path = Path(spec).expanduser()
     path = path / TOKENIZER if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"the tokenizer {path}, with which the run was trained, is not there; put it back", file=str(path))
+        raise DataError(
+            f"the tokenizer {path}, with which the run was trained, is not there; put it back", file=str(path)
+        )
     return path
 
 

@@ -23,7 +23,7 @@ def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
     """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked."""
     for block in decoder.blocks:
         if policy == "selective":
-            _again(block.attention.core)
+            _again(block.get_submodule("attention.core"))
         if compiled:
             block.forward = torch.compile(block.forward)
         if policy == "full":

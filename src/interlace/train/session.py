@@ -126,7 +126,9 @@ def initial_values(
 def _agree(groups: Groups, dataset: Dataset) -> None:
     """Refuses ranks that see different data (another Python's library, say): exact order would be an illusion."""
     own = random.key(0, dataset.digest) >> 1  # a signed 64-bit number
-    everyone = all_gather(torch.tensor([own], dtype=torch.int64), groups.host, name="digest of the data").wait().tolist()
+    everyone = (
+        all_gather(torch.tensor([own], dtype=torch.int64), groups.host, name="digest of the data").wait().tolist()
+    )
     if len(set(everyone)) > 1:
         odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
         raise DataError(

@@ -13,6 +13,7 @@ lie within 1 % of `plan.share`; a plan that secretly keeps everything fails ther
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import tempfile
@@ -113,9 +114,9 @@ def verify(cfg: Config, steps: int, device: str = "cpu") -> Report:
     one = replace(cfg, plan=ParallelPlan())
     with tempfile.TemporaryDirectory(prefix="interlace-verify-") as name:
         argument = {"steps": steps, "folder": name}
-        here = {"device": device, "timeout": cfg.run.timeout}
-        alone = run_local(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument}, **here)[0]
-        ranks = run_local(f"{__name__}:under_plan", cfg.plan.world, {"config": cfg.to_toml(), **argument}, **here)
+        run = functools.partial(run_local, device=device, timeout=cfg.run.timeout)
+        alone = run(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument})[0]
+        ranks = run(f"{__name__}:under_plan", cfg.plan.world, {"config": cfg.to_toml(), **argument})
         differences = [
             Difference(f"loss of step {step + 1}", _relative(abs(a - b), abs(b)))
             for step, (a, b) in enumerate(zip(ranks[0]["losses"], alone["losses"], strict=True))
@@ -182,7 +183,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             loss += total.item() / max(labels, 1)
         losses.append(loss)
         if step == 0:
-            _write(folder, "gradient-reference", {n: p.grad for n, p in named.items()})
+            _write(folder, "gradient-reference", {n: p.grad for n, p in named.items() if p.grad is not None})
         if step == 1:
             batch = len(indices)
         if cfg.train.clip > 0:

@@ -1,0 +1,356 @@
+"""Generation: equal to a plain loop over the model, repeatable, and only from weights that are the model's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from interlace import config
+from interlace.checkpoint import Piece, Writer
+from interlace.config import Config, ModelConfig
+from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError
+from interlace.models.decoder import Decoder, initialise
+from interlace.serve import tokenizer as tokenizers
+from interlace.serve.generate import generate, load, sample_text
+from interlace.train import text
+
+torch.set_num_threads(1)
+
+CONFIG = """
+[model]
+vocab_size = 257
+hidden_size = 12
+num_layers = 3
+num_heads = 3
+num_kv_heads = 1
+head_dim = 4
+ffn_size = 20
+init_std = 0.5
+dropout = 0.4
+[data]
+sequence_length = 16
+"""
+PROMPT = [100, 101, 102, 32]
+
+
+def run_config(more: str = "") -> Config:
+    return config.loads(CONFIG + more)
+
+
+def small(seed: int = 3, **dims: Any) -> Decoder:
+    cfg = dataclasses.replace(run_config().model_config(), **dims)
+    model = Decoder(cfg)
+    initialise(model, cfg, seed)
+    return model
+
+
+def logits_after(model: Decoder, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.tensor([tokens]))[0, -1]
+
+
+def save(root: Path, step: int, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
+    """As a run on two ranks does: half of every tensor each."""
+    writers = [Writer(root, rank, 2, 20, token=f"run{step}") for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        pieces = []
+        for name, tensor in tensors.items():
+            flat = tensor.detach().reshape(-1)
+            start, stop = ((0, len(flat) // 2), (len(flat) // 2, len(flat)))[rank]
+            pieces.append(Piece(name, tuple(tensor.shape), "(N M)/dp", start, stop, flat[start:stop]))
+        writer.save(step, pieces, meta)
+    for writer in writers:
+        writer.close()
+
+
+def save_run(out: Path, model: Decoder, step: int = 7, **change: torch.Tensor | None) -> Path:
+    tensors: dict[str, Any] = {f"main/{name}": tensor for name, tensor in model.named_parameters()}
+    tensors |= {"exp_avg/embedding.weight": torch.zeros(257, 12)} | change
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    meta = {"config": run_config().to_toml(), "model": dataclasses.asdict(model.cfg)}
+    save(out / "checkpoints", step, present, meta)
+    return out
+
+
+# --- choosing tokens
+
+
+@pytest.mark.parametrize("context", [1, 5, 100])
+def test_greedy_equals_a_plain_loop_over_a_window(context: int) -> None:
+    model = small()
+    tokens = list(PROMPT)
+    for _ in range(12):
+        tokens.append(int(logits_after(model, tokens[-context:]).argmax()))
+    found = list(generate(model, list(PROMPT), 12, temperature=0, context=context))
+    assert found == tokens[len(PROMPT) :]
+    assert len(set(found)) > 3  # the model is not stuck on one token, which any window would give
+
+
+def test_the_window_matters() -> None:
+    model = small()
+    narrow = list(generate(model, PROMPT, 12, temperature=0, context=2))
+    assert narrow != list(generate(model, PROMPT, 12, temperature=0, context=16))
+
+
+def test_a_seed_repeats_and_another_differs() -> None:
+    model = small()
+
+    def drawn(seed: int) -> list[int]:
+        return list(generate(model, PROMPT, 20, temperature=1.0, seed=seed, context=8))
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_a_continuation_is_the_same_text() -> None:
+    model = small()
+    whole = list(generate(model, PROMPT, 20, seed=5, context=8))
+    rest = list(generate(model, PROMPT + whole[:7], 13, seed=5, context=8))
+    assert rest == whole[7:]
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 4), (2.5, 9), (1.0, 1000)])
+def test_tokens_are_drawn_with_the_softmax_of_the_model(temperature: float, top_k: int) -> None:
+    model = small(vocab_size=11, init_std=1.0)
+    logits = logits_after(model, [3, 1]).double() / temperature
+    if 0 < top_k < 11:
+        logits[logits < logits.sort(descending=True).values[top_k - 1]] = float("-inf")
+    expected = logits.softmax(-1)
+    count = 1500
+    drawn: Counter[int] = Counter()
+    for seed in range(count):
+        drawn.update(generate(model, [3, 1], 1, temperature=temperature, top_k=top_k, seed=seed, context=4))
+    found = torch.tensor([drawn[token] / count for token in range(11)], dtype=torch.float64)
+    assert torch.all((found - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt())  # four deviations
+    assert 1 < sum(1 for one in expected if one > 0.01)
+
+
+def test_the_least_temperature_is_greedy_and_top_1_too() -> None:
+    model = small()
+    greedy = list(generate(model, PROMPT, 9, temperature=0, context=8))
+    assert list(generate(model, PROMPT, 9, temperature=1e-300, context=8)) == greedy
+    assert list(generate(model, PROMPT, 9, temperature=5.0, top_k=1, context=8)) == greedy
+
+
+def test_stop_is_not_given_out() -> None:
+    model = small()
+    free = list(generate(model, PROMPT, 12, temperature=0, context=8))
+    stop = free[5]
+    assert list(generate(model, PROMPT, 12, temperature=0, context=8, stop=stop)) == free[: free.index(stop)]
+
+
+def test_the_callers_list_mode_and_gradients_stay() -> None:
+    model, tokens = small().train(), list(PROMPT)
+    dropped = list(generate(model, tokens, 8, temperature=0, context=8))
+    assert tokens == PROMPT
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert dropped == list(generate(model.eval(), tokens, 8, temperature=0, context=8))  # without dropout
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        ({"temperature": -1.0}, ConfigError, "temperature must be a finite number from 0 on, found -1.0"),
+        ({"temperature": float("nan")}, ConfigError, "temperature must be a finite number from 0 on, found nan"),
+        ({"top_k": -2}, ConfigError, "top_k must be 0 (all tokens) or more, found -2"),
+        ({"context": 0}, ConfigError, "context must be at least 1 token, found 0"),
+        ({"max_new": -1}, ConfigError, "max_new must be 0 or more, found -1"),
+        ({"tokens": []}, DataError, "there is no token to continue from"),
+        ({"tokens": [1, 300]}, DataError, "token id 300, outside the model's vocabulary of 257 ids"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(change: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error) as caught:
+        generate(small(), **{"tokens": PROMPT, "max_new": 3, "context": 8} | change)
+    assert sentence in str(caught.value)
+
+
+def test_logits_that_are_not_finite_are_refused() -> None:
+    model = small()
+    with torch.no_grad():
+        model.head.norm.weight[2] = float("nan")
+    with pytest.raises(NumericsError, match="not finite"):
+        next(generate(model, PROMPT, 3, context=8))
+
+
+# --- loading
+
+
+def test_a_run_folder_gives_the_newest_weights(tmp_path: Path) -> None:
+    old, new = small(seed=1), small(seed=2)
+    save_run(tmp_path, old, step=5)
+    save_run(tmp_path, new, step=10)
+    for path, source in (
+        (tmp_path, new),
+        (tmp_path / "checkpoints", new),
+        (tmp_path / "checkpoints" / "step-5", old),
+    ):
+        model, words, cfg = load(path, "cpu")
+        assert cfg == run_config()
+        assert words.name == "bytes"
+        assert not model.training
+        for (name, found), (expected_name, expected) in zip(
+            model.named_parameters(), source.named_parameters(), strict=True
+        ):
+            assert name == expected_name
+            assert torch.equal(found, expected)
+        assert torch.equal(logits_after(model, PROMPT), logits_after(source, PROMPT))
+
+
+def test_tied_weights_are_loaded_once(tmp_path: Path) -> None:
+    source = small(tie_embeddings=True)
+    model, _, _ = load(save_run(tmp_path, source), "cpu")
+    assert model.head.output.weight is model.embedding.weight
+    assert torch.equal(logits_after(model, PROMPT), logits_after(source, PROMPT))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path: Path) -> None:
+    save_run(tmp_path, small(seed=1), step=5)
+    save_run(tmp_path, small(seed=2), step=10)
+    (tmp_path / "checkpoints" / "step-10" / "manifest.json").write_text("{}")
+    with pytest.warns(UserWarning, match="step-10 passed over"):
+        model, _, _ = load(tmp_path, "cpu")
+    assert torch.equal(model.embedding.weight, small(seed=1).embedding.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"main/blocks.1.mlp.up.weight": torch.zeros(21, 12)},
+            "main/blocks.1.mlp.up.weight has shape [21, 12], its configuration makes it [20, 12]",
+        ),
+        ({"main/blocks.2.attention.q.weight": None}, "lacks main/blocks.2.attention.q.weight"),
+        (
+            {"main/blocks.3.mlp.up.weight": torch.zeros(20, 12)},
+            "holds main/blocks.3.mlp.up.weight, which the model of its configuration lacks",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused_by_name(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], sentence: str
+) -> None:
+    save_run(tmp_path, small(), 7, **change)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, "cpu")
+    assert sentence in str(caught.value)
+
+
+def test_folders_without_a_usable_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load(tmp_path, "cpu")
+    save(tmp_path, 3, {"main/embedding.weight": torch.zeros(4, 3)}, {})
+    with pytest.raises(CheckpointError, match="does not hold its run file"):
+        load(tmp_path, "cpu")
+
+
+# --- text
+
+
+def test_text_ends_before_the_end_of_a_document(tmp_path: Path) -> None:
+    model, words, cfg = load(save_run(tmp_path, small()), "cpu")
+    ids = list(generate(model, list(b"def "), 30, seed=2, stop=256, context=16))
+    pieces = list(sample_text(model, words, "def ", 30, seed=2, context=cfg.data.sequence_length))
+    assert "".join(pieces) == bytes(ids).decode(errors="replace")
+
+
+def test_an_end_that_is_the_likeliest_gives_no_text(tmp_path: Path) -> None:
+    model, words, _ = load(save_run(tmp_path, small()), "cpu")
+    model.head.output.weight.zero_()  # equal logits: the lowest id
+    assert "".join(sample_text(model, words, "", 3, temperature=0, context=8)) == "\0\0\0"
+    model.head.output.weight[256] = model.head(model.embedding.weight[None, 256:])[0, 0].new_ones(12)
+    chosen = next(generate(model, [256], 1, temperature=0, context=8))
+    assert (list(sample_text(model, words, "", 3, temperature=0, context=8)) == []) == (chosen == 256)
+
+
+@pytest.mark.parametrize("written", ["naïve €5 😀!", "plain", "", "日本"])
+def test_a_character_comes_whole(written: str) -> None:
+    words = tokenizers.tokenizer("bytes")
+    pieces = list(tokenizers.stream(words, list(written.encode())))
+    assert pieces == list(written)
+
+
+@pytest.mark.parametrize("raw", [b"a\xffb", b"ok\xe2\x82", b"\xe2\x82", b"\xf0\x9f\x98a\x80"])
+def test_bytes_that_are_no_text_are_replaced(raw: bytes) -> None:
+    words = tokenizers.tokenizer("bytes")
+    assert "".join(tokenizers.stream(words, list(raw))) == raw.decode(errors="replace")
+
+
+def test_the_end_stands_for_no_text() -> None:
+    words = tokenizers.tokenizer("bytes")
+    assert words.decode([97, 256, 98]) == "ab"
+    assert words.encode("é") == [0xC3, 0xA9]
+
+
+# --- tokenizer files
+
+SAMPLE = "def naïve(€): 😀\n\treturn 日本"
+
+
+def byte_level(folder: Path, special: list[str]) -> Path:
+    """A byte-level tokenizer.json with a few merges: characters beyond ASCII take several ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    library.train_from_iterator(["def return def return"] * 3, trainer)
+    library.enable_truncation(3)
+    library.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("stated", [None, "<pad>", {"content": "</s>"}])
+def test_a_file_gives_the_ids_and_the_end_of_training(tmp_path: Path, stated: Any) -> None:
+    spec = str(byte_level(tmp_path, ["<pad>", "</s>", "<|endoftext|>"]))
+    if stated is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+    here, there = tokenizers.tokenizer(spec), text.tokenizer(spec)
+    ids, lengths = there.encode([SAMPLE])
+    assert here.end == there.end
+    assert here.encode(SAMPLE) == ids[:-1].tolist()
+    assert len(here.encode(SAMPLE)) == int(lengths[0]) > 20
+    assert here.decode([*here.encode(SAMPLE), here.end]) == SAMPLE
+    assert "".join(tokenizers.stream(here, here.encode(SAMPLE))) == SAMPLE
+    assert not any("\ufffd" in piece for piece in tokenizers.stream(here, here.encode(SAMPLE)))
+
+
+def test_both_know_the_same_usual_ends() -> None:
+    assert (tokenizers.END_NAMES, tokenizers.BYTES_END) == (text.END_NAMES, text.BYTES_END)
+
+
+def test_unusable_tokenizer_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="with which the run was trained, cannot be read"):
+        tokenizers.tokenizer(str(tmp_path / "none.json"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is not a tokenizer.json"):
+        tokenizers.tokenizer(str(tmp_path))
+    spec = str(byte_level(tmp_path, ["<pad>"]))
+    with pytest.raises(DataError, match="no token that ends a document"):
+        tokenizers.tokenizer(spec)
+
+
+def test_a_run_with_a_tokenizer_file(tmp_path: Path) -> None:
+    spec = byte_level(tmp_path, ["</s>"])
+    cfg = config.loads(CONFIG.replace("257", "270"), [f"data.tokenizer={spec}"])
+    model = Decoder(cfg.model_config())
+    initialise(model, cfg.model_config(), 1)
+    tensors = {f"main/{name}": tensor for name, tensor in model.named_parameters()}
+    save(tmp_path / "checkpoints", 1, tensors, {"config": cfg.to_toml()})  # without the resolved dimensions
+    loaded, words, _ = load(tmp_path, "cpu")
+    assert isinstance(loaded.cfg, ModelConfig)
+    assert loaded.cfg.vocab_size == 270
+    pieces = list(sample_text(loaded, words, "def", 12, seed=4, context=16))
+    ids = list(generate(model, words.encode("def"), 12, seed=4, stop=words.end, context=16))
+    assert "".join(pieces) == words.decode(ids)
