@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from interlace import config
+from interlace import config, random
 from interlace.checkpoint import Piece, Writer
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError
 from interlace.models.decoder import Decoder, initialise
 from interlace.serve import tokenizer as tokenizers
-from interlace.serve.generate import generate, load, sample_text
+from interlace.serve.generate import _choose, generate, load, sample_text
 from interlace.train import text
 
 torch.set_num_threads(1)
@@ -116,19 +116,23 @@ def test_a_continuation_is_the_same_text() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.7, 4), (2.5, 9), (1.0, 1000)])
-def test_tokens_are_drawn_with_the_softmax_of_the_model(temperature: float, top_k: int) -> None:
-    model = small(vocab_size=11, init_std=1.0)
-    logits = logits_after(model, [3, 1]).double() / temperature
+def test_tokens_are_drawn_with_the_softmax_of_the_logits(temperature: float, top_k: int) -> None:
+    logits = torch.randn(11, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 1.5
+    scaled = logits / temperature
     if 0 < top_k < 11:
-        logits[logits < logits.sort(descending=True).values[top_k - 1]] = float("-inf")
-    expected = logits.softmax(-1)
-    count = 1500
-    drawn: Counter[int] = Counter()
-    for seed in range(count):
-        drawn.update(generate(model, [3, 1], 1, temperature=temperature, top_k=top_k, seed=seed, context=4))
+        scaled[scaled < scaled.sort(descending=True).values[top_k - 1]] = float("-inf")
+    expected, count = scaled.softmax(-1), 1500
+    drawn = Counter(_choose(logits, temperature, top_k, 77, place) for place in range(count))
     found = torch.tensor([drawn[token] / count for token in range(11)], dtype=torch.float64)
     assert torch.all((found - expected).abs() <= 4 * (expected * (1 - expected) / count).sqrt())  # four deviations
-    assert 1 < sum(1 for one in expected if one > 0.01)
+
+
+def test_a_drawn_token_is_that_of_the_models_logits_and_its_place() -> None:
+    model, key = small(), random.key(9, "generate")
+    tokens = list(PROMPT)
+    for _ in range(6):
+        tokens.append(_choose(logits_after(model, tokens[-3:]).double(), 0.9, 20, key, len(tokens)))
+    assert list(generate(model, PROMPT, 6, temperature=0.9, top_k=20, seed=9, context=3)) == tokens[len(PROMPT) :]
 
 
 def test_the_least_temperature_is_greedy_and_top_1_too() -> None:
@@ -261,13 +265,14 @@ def test_text_ends_before_the_end_of_a_document(tmp_path: Path) -> None:
     assert "".join(pieces) == bytes(ids).decode(errors="replace")
 
 
-def test_an_end_that_is_the_likeliest_gives_no_text(tmp_path: Path) -> None:
-    model, words, _ = load(save_run(tmp_path, small()), "cpu")
-    model.head.output.weight.zero_()  # equal logits: the lowest id
+def test_an_empty_prompt_begins_a_document_and_the_end_gives_no_text() -> None:
+    model, words = small(), tokenizers.tokenizer("bytes")
+    ids = list(generate(model, [256], 9, seed=1, stop=256, context=8))
+    assert "".join(sample_text(model, words, "", 9, seed=1, context=8)) == bytes(ids).decode(errors="replace")
+    with torch.no_grad():
+        model.head.output.weight.zero_()  # equal logits: the lowest id
     assert "".join(sample_text(model, words, "", 3, temperature=0, context=8)) == "\0\0\0"
-    model.head.output.weight[256] = model.head(model.embedding.weight[None, 256:])[0, 0].new_ones(12)
-    chosen = next(generate(model, [256], 1, temperature=0, context=8))
-    assert (list(sample_text(model, words, "", 3, temperature=0, context=8)) == []) == (chosen == 256)
+    assert list(sample_text(model, dataclasses.replace(words, end=0), "", 3, temperature=0, context=8)) == []
 
 
 @pytest.mark.parametrize("written", ["naïve €5 😀!", "plain", "", "日本"])
@@ -334,7 +339,7 @@ def test_unusable_tokenizer_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="with which the run was trained, cannot be read"):
         tokenizers.tokenizer(str(tmp_path / "none.json"))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="is not a tokenizer.json"):
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
         tokenizers.tokenizer(str(tmp_path))
     spec = str(byte_level(tmp_path, ["<pad>"]))
     with pytest.raises(DataError, match="no token that ends a document"):

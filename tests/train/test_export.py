@@ -1,4 +1,4 @@
-"""Export: a checkpoint becomes a folder from which transformers computes the same logits, or one sentence says why not."""
+"""Export: a folder from which transformers computes a checkpoint's logits, or one sentence that says why not."""
 
 from __future__ import annotations
 

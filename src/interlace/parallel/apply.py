@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from interlace.collectives import Groups, make_groups
-from interlace.errors import PlanError
-from interlace.launch import World, join
+from interlace.collectives import Meter, make_groups
+from interlace.errors import ConfigError, PlanError, nearest
+from interlace.launch import join
 from interlace.mesh import Mesh
 from interlace.parallel.data import DataParallel
 from interlace.spec import Role
@@ -37,21 +38,36 @@ def parallelize(
         optimizer.step()
 
     Args:
-        mesh: a `Mesh`, its text ("dp=4"), or None for all ranks along the data axis.  The process is joined to its
-            torchrun or SLURM peers if it has no process group yet, and is a world of one otherwise.
+        mesh: a `Mesh`, its text ("dp=4"), or None for all ranks along the data axis.  A process without a process
+            group is joined to its torchrun or SLURM peers, and is a world of one if it has none.
         roles: parameter name -> `spec.Role`; on the data axis it says which parameters take no weight decay (norms
             and biases; by default those with fewer than two dimensions).
         zero, units, gradients, compute_dtype, wire_dtype: see `DataParallel`.
         timeout: seconds, the limit of every wait.
 
     Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
-    mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed.
+    mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed; `ConfigError` for
+    a role of an unknown parameter, and what `DataParallel` refuses.
     """
-    world = join(timeout)
-    groups = _groups(mesh, world, timeout)
     decay = {name: role not in UNDECAYED for name, role in (roles or {}).items()}
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for name in decay:
+        if name not in names:
+            known = nearest(name, names)
+            raise ConfigError(
+                f'roles names "{name}", but the module has no parameter of that name'
+                + (f'; did you mean "{known}"?' if known else ".")
+            )
+    if dist.is_initialized():
+        rank, size, meter = dist.get_rank(), dist.get_world_size(), Meter(record=False)
+        cuda = dist.get_backend() != "gloo"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    else:
+        world = join(timeout)
+        rank, size, device, meter = world.rank, world.size, world.device, Meter(world.waiting, record=False)
+    groups = make_groups(_data_mesh(mesh, size), rank, device, timeout, meter)
     return DataParallel(
-        module.to(world.device),
+        module.to(device),
         groups["dp"],
         zero=zero,
         units=units,
@@ -62,16 +78,16 @@ def parallelize(
     )
 
 
-def _groups(mesh: Mesh | str | None, world: World, timeout: float) -> Groups:
+def _data_mesh(mesh: Mesh | str | None, size: int) -> Mesh:
+    """The mesh asked for, if `size` processes can run it."""
     if mesh is None:
-        mesh = Mesh((("dp", world.size),))
+        mesh = Mesh((("dp", size),))
     elif isinstance(mesh, str):
         mesh = Mesh.parse(mesh)
-    if mesh.world != world.size:
-        raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {world.size} are running; use dp={world.size}.")
-    other = [axis for axis, size in mesh.axes if size > 1 and axis != "dp"]
+    if mesh.world != size:
+        raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {size} are running; use dp={size}.")
+    whole = {"dp": size, "shard": size}
+    other = [axis for axis, n in (*mesh.axes, *mesh.folds) if n != whole.get(axis, 1)]
     if other:
-        raise PlanError(
-            f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={world.size}."
-        )
-    return make_groups(mesh, world.rank, world.device, timeout)
+        raise PlanError(f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={size}.")
+    return mesh if any(axis == "dp" for axis, _ in mesh.axes) else Mesh((*mesh.axes, ("dp", 1)))

@@ -17,14 +17,15 @@ go, and the end of backward issues what is left, so that a branch taken by one r
 neither hang nor mix transfers up.  The lists themselves are `interlace.plan.zero`.
 
 Parameters used by several units, and those outside every unit, belong to the root unit, which stays gathered from the
-start of forward to the end of backward.  The weights of another unit may be read only while its module runs.  Units that are still in their buffers are not gathered again (the last ones
-before backward, the first ones before the next micro-batch): a static property too.
+start of forward to the end of backward.  The weights of another unit may be read only while its module runs.  Units
+that are still in their buffers are not gathered again (the last ones before backward, the first ones before the next
+micro-batch): a static property too.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
@@ -34,8 +35,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import Group, Handle, broadcast, sum_scalars
-from interlace.errors import CheckpointError, ConfigError
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots, slice_of
+from interlace.errors import ConfigError
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots, leave_meta
+from interlace.parallel.state import load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes
 from interlace.plan.zero import backward_list
 
@@ -95,7 +97,6 @@ class DataParallel(nn.Module):
         self._next_gather = 0
         self._next_item = 0
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]]]] = deque()
-        self._late: list[Unit] = []
         self.units, self.root = find_units(module, units)
         self._fill_units(compute_dtype, dims or {}, decay or {})
         if materialise is None:
@@ -105,7 +106,7 @@ class DataParallel(nn.Module):
         for flat in self.flats:
             flat.build(group.device, materialise)
         if materialise is not None:
-            _leave_meta(module, self.flats, group.device)
+            leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots()
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
@@ -201,10 +202,10 @@ class DataParallel(nn.Module):
                 yield from flat.whole(flat.gradient())
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`; returns the norm before.
+        """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
 
-        Equals `torch.nn.utils.clip_grad_norm_` in one process (that function, called here, would see one rank's shard).
-        fp64, 0-d, the same on every rank.  Collective.
+        Returns the norm before, fp64, 0-d, the same on every rank.  Equals `torch.nn.utils.clip_grad_norm_` in one
+        process; that function, called here, would see one rank's shard.
         """
         total = torch.zeros(1, dtype=torch.float64, device=self.group.device)
         for flat in self._trainable:
@@ -215,56 +216,22 @@ class DataParallel(nn.Module):
         torch._foreach_mul_([leaf.grad for leaf in self.leaves() if leaf.grad is not None], factor)
         return norm
 
-    def state_dict(  # type: ignore[override]
-        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
-        whole = {name: tensor.to("cpu", copy=True) for name, tensor in self.whole_parameters()}
-        state = self.module.state_dict(keep_vars=keep_vars)
-        for name, first in self._first_names().items():
-            state[name] = whole[first]
         destination = {} if destination is None else destination
-        destination.update((prefix + name, value) for name, value in state.items())
+        for name, value in whole_state(self.module, self.flats).items():
+            destination[prefix + name] = value
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Sets parameters and buffers from whole tensors under the module's own names, the same dict on every rank.
+        """Takes what `state_dict`, or the plain module's, returns; the same on every rank.  Collective.
 
-        Collective.  Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`)
-        and for another shape.  Returns missing and unexpected names, as torch does.
+        Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
+        another shape.
         """
-        first = self._first_names()
-        wanted = {member.name: (flat, member) for flat in self.flats for member in flat.members}
-        known = self.module.state_dict()
-        missing = [name for name in known if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in known]
-        if strict and (missing or unexpected):
-            wrong, name = ("lacks", missing[0]) if missing else ("has", unexpected[0])
-            raise CheckpointError(
-                f'the state {wrong} "{name}", which the module {"has" if missing else "does not have"}; load one of '
-                "the same module, or give strict=False."
-            )
-        for name in first:
-            shape = wanted[first[name]][1].shape
-            if name in state_dict and state_dict[name].shape != shape:
-                raise CheckpointError(
-                    f'"{name}" is {list(state_dict[name].shape)} in the state and {list(shape)} in the module; load '
-                    "one of the same sizes."
-                )
-        rest = {name: value for name, value in state_dict.items() if name in known and name not in first}
-        found = self.module.load_state_dict(rest, strict=False)
-        for name in first:
-            if name in state_dict:
-                flat, member = wanted[first[name]]
-                flat.fill(member, slice_of(state_dict[name]))
+        found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
-        return found._replace(missing_keys=missing, unexpected_keys=unexpected)
-
-    def _first_names(self) -> dict[str, str]:
-        """Every name of every parameter -> the name under which it is held (another one if it is tied)."""
-        held = {id(member.parameter): member.name for flat in self.flats for member in flat.members}
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: held[id(parameter)] for name, parameter in named}
+        return found
 
     def _apply(self, fn: Any, recurse: bool = True) -> DataParallel:
         """Of `.to()`, `.cuda()`, `.half()` and the like: nothing, or a refusal."""
@@ -388,8 +355,8 @@ class DataParallel(nn.Module):
             flat.show()
 
     def _after_unit(self, unit: Unit, inputs: Any, output: Any) -> None:
-        passed_on = {id(tensor) for tensor in tensors_of(inputs)}
         if torch.is_grad_enabled():
+            passed_on = {id(tensor) for tensor in tensors_of(inputs)}
             for tensor in tensors_of(output):
                 if tensor.requires_grad and id(tensor) not in passed_on:
                     tensor.register_hook(lambda grad, unit=unit: self._before_backward(unit))
@@ -516,24 +483,6 @@ class DataParallel(nn.Module):
             for flat in self._trainable:
                 flat.deliver_unreduced()
         self._rest()
-
-
-def _leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:
-    """Replaces meta parameters by real ones (a parameter cannot change its kind of device), tied ones by one."""
-    replaced = {}
-    for flat in flats:
-        for member in flat.members:
-            empty = torch.empty(0, dtype=flat.compute_dtype, device=device)
-            made = nn.Parameter(empty, requires_grad=flat.trainable)
-            replaced[id(member.parameter)] = made
-            member.parameter = made
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) in replaced:
-                owner._parameters[name] = replaced[id(parameter)]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                raise ConfigError(f"buffer {name} is on the meta device; give it values before the module is wrapped.")
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

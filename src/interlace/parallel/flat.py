@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, all_gather, all_reduce, reduce_scatter
+from interlace.errors import ConfigError
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
 # (parameter name, first element, one past the last) -> that range of the flattened initial values
@@ -399,3 +400,21 @@ def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int,
         flat.slot = made[key]
         flat.slot.numel = max(flat.slot.numel, flat.numel)
     return list(made.values())
+
+
+def leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:
+    """Replaces meta parameters by real ones (a parameter cannot change its kind of device), tied ones by one."""
+    replaced = {}
+    for flat in flats:
+        for member in flat.members:
+            empty = torch.empty(0, dtype=flat.compute_dtype, device=device)
+            made = nn.Parameter(empty, requires_grad=flat.trainable)
+            replaced[id(member.parameter)] = made
+            member.parameter = made
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and id(parameter) in replaced:
+                owner._parameters[name] = replaced[id(parameter)]
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                raise ConfigError(f"buffer {name} is on the meta device; give it values before the module is wrapped.")

@@ -137,8 +137,8 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     have as many after them as before."""
     reach = max(1, len(points) // 60)
     sums = [0.0]
-    for value in _present(points):
-        sums.append(sums[-1] + value)
+    for present in _present(points):
+        sums.append(sums[-1] + present)
     smoothed: list[Point] = []
     i = 0  # of the values passed
     for step, value in points:

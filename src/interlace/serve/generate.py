@@ -4,8 +4,8 @@
     for piece in sample_text(model, tokenizer, "def ", 200, temperature=0.8, context=cfg.data.sequence_length):
         print(piece, end="", flush=True)
 
-The token at place i of the sequence is chosen by numbers that depend on (seed, i) alone, so a seed repeats its text, and
-a text cut anywhere and continued from there under the same seed is the same text.
+The token at place i of the sequence is chosen by numbers that depend on (seed, i) alone, so a seed repeats its text,
+and a text cut anywhere and continued from there under the same seed is the same text.
 """
 
 from __future__ import annotations
@@ -169,9 +169,9 @@ def _check_weights(reader: Reader, cfg: ModelConfig) -> None:
     for name, shape in shapes.items():
         if name not in reader.names:
             raise CheckpointError(f"{reader.folder} lacks {name}, which its configuration asks for")
-        if reader.shape(name) != shape:
+        if (found := reader.shape(name)) != shape:
             raise CheckpointError(
-                f"{reader.folder}: {name} has shape {list(reader.shape(name))}, its configuration makes it {list(shape)}"
+                f"{reader.folder}: {name} has shape {list(found)}, its configuration makes it {list(shape)}"
             )
     for name in reader.names:
         if name.startswith("main/") and name not in shapes:

@@ -28,9 +28,10 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # of a tokenizer.
 def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = "bf16") -> None:
     """Write the newest checkpoint of a run folder, or one checkpoint, as a new folder `destination`.
 
-    dtype: "bf16" or "fp32".  A run on bytes has no tokenizer.json to copy.  The folder appears only once all weights are
-    written.  ConfigError when no Hugging Face model computes what this configuration does; CheckpointError for a missing, damaged
-    or foreign checkpoint, or a destination with something in it; DataError when the tokenizer's file has gone.
+    dtype: "bf16" or "fp32".  A run on bytes has no tokenizer.json to copy.  The folder appears once all weights are in
+    it.  ConfigError when no Hugging Face model computes what this configuration does; CheckpointError for a missing,
+    damaged or foreign checkpoint, or a destination with something in it; DataError when the tokenizer's file has gone;
+    ResourceError when the disk refuses.
     """
     if dtype not in DTYPES:
         near = nearest(dtype, DTYPES)

@@ -1,0 +1,58 @@
+"""A split module's state as whole tensors under the module's own names, and back.
+
+Equals `state_dict` and `load_state_dict` of the module before it was wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from interlace.errors import CheckpointError
+from interlace.parallel.flat import Flat, slice_of
+
+
+def whole_state(module: nn.Module, flats: Sequence[Flat]) -> dict[str, Any]:
+    """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+    whole = {name: tensor.to("cpu", copy=True) for flat in flats for name, tensor in flat.whole(flat.main)}
+    state: dict[str, Any] = module.state_dict()
+    return {**state, **{name: whole[first] for name, first in _first_names(module, flats).items()}}
+
+
+def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any], strict: bool) -> Any:
+    """Sets main weights and buffers from what `whole_state` returns.  Nothing is sent; gathered copies are now stale.
+
+    Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for another
+    shape.  Returns missing and unexpected names, as torch does.
+    """
+    held = {member.name: (flat, member) for flat in flats for member in flat.members}
+    first = _first_names(module, flats)
+    known = module.state_dict()
+    missing = [name for name in known if name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and missing:
+        raise CheckpointError(f'the state lacks "{missing[0]}", which the module has; give strict=False to keep it.')
+    if strict and unexpected:
+        raise CheckpointError(f'the state has "{unexpected[0]}", which the module lacks; give strict=False to skip it.')
+    for name, value in state.items():
+        if isinstance(known.get(name), torch.Tensor) and value.shape != known[name].shape:
+            raise CheckpointError(
+                f'"{name}" is {list(value.shape)} in the state and {list(known[name].shape)} in the module; load the '
+                "state of a module of the same sizes."
+            )
+    rest = {name: value for name, value in state.items() if name in known and name not in first}
+    found = module.load_state_dict(rest, strict=False)
+    for name, held_as in first.items():
+        if name in state:
+            flat, member = held[held_as]
+            flat.fill(member, slice_of(state[name]))
+    return found._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+
+def _first_names(module: nn.Module, flats: Sequence[Flat]) -> dict[str, str]:
+    """Every name of every parameter -> the name under which it is held (another one if it is tied)."""
+    held = {id(member.parameter): member.name for flat in flats for member in flat.members}
+    return {name: held[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}

@@ -1,0 +1,83 @@
+"""Transfers between gloo processes against results made without any; groups of one, and sums, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.collectives import Group, Meter, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from interlace.collectives.ordered import ordered_sum
+
+Run = Callable[..., list[Any]]
+RANKS = "rank_functions_collectives"
+
+
+def test_a_group_of_one_is_the_identity_and_sends_nothing() -> None:
+    group = Group("dp", (0,), 0, torch.device("cpu"), Meter())
+    x = torch.randn(6)
+    assert torch.equal(all_gather(x, group).wait(), x)
+    assert torch.equal(all_gather(x.bfloat16(), group, source=2 * x).wait(), (2 * x).bfloat16())
+    assert torch.equal(all_to_all(x, group, send_sizes=[6], receive_sizes=[6]).wait(), x)
+    assert torch.equal(reduce_scatter(x, group, scale=0.5).wait(), 0.5 * x)
+    assert torch.equal(all_reduce(x.clone(), group, scale=0.5, wire=torch.bfloat16).wait(), 0.5 * x)
+    assert broadcast(x, group).wait() is x
+    assert not group.meter.sent
+
+
+def test_an_ordered_sum_adds_left_to_right_in_the_dtype_of_its_target() -> None:
+    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    assert ordered_sum(parts, torch.empty(1)).item() == 0.0
+    assert ordered_sum(parts[::-1], torch.empty(1)).item() == 2.0
+    assert ordered_sum(parts, torch.empty(1, dtype=torch.float64)).item() == 2.0
+    narrow = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    assert ordered_sum(narrow, torch.empty(1), 2.0).item() == 518.0
+    assert ordered_sum(narrow, torch.empty(1, dtype=torch.bfloat16)).item() == 256.0
+    assert ordered_sum(parts[:1], torch.empty(1), 0.5).item() == 2.0**23
+
+
+def test_moves_equal_what_they_moved(run_ranks: Run) -> None:
+    assert min(run_ranks(f"{RANKS}:moves", 4)) > 100
+
+
+def test_sums_have_the_bits_of_a_sequential_sum_however_the_message_is_cut(run_ranks: Run) -> None:
+    assert min(run_ranks(f"{RANKS}:sums", 4)) > 100
+
+
+def test_transfers_in_flight_may_be_awaited_in_any_order(run_ranks: Run) -> None:
+    run_ranks(f"{RANKS}:several_in_flight", 4)
+
+
+@pytest.mark.parametrize("mesh", ["dp=4", "tp=2 dp=2"])
+def test_bytes_sent_are_those_of_the_layouts(run_ranks: Run, mesh: str) -> None:
+    steps = [
+        ["N/dp M", "N M"],
+        ["N M +dp", "N/dp M"],
+        ["N M +dp", "N M"],
+        ["N/dp M", "N M/dp"],
+        ["(N M)/dp:8", "(N M)"],
+        ["(N M)/dp:8@1/12", "(N M)"],
+        ["(N M) +dp", "(N M)/dp:8@3/16"],
+    ]
+    shape = [7, 12]
+    for rank, found in enumerate(run_ranks(f"{RANKS}:sent", 4, {"mesh": mesh, "steps": steps, "shape": shape})):
+        for (before, after), pair in zip([step for step in steps for _ in range(2)], found, strict=True):
+            assert pair[0] == pair[1], (rank, before, after, pair)
+        assert any(pair[0] for pair in found)
+
+
+def test_a_late_peer_is_waited_for_and_the_wait_is_recorded(run_ranks: Run) -> None:
+    first, late, last = run_ranks(f"{RANKS}:late_peer", 3)
+    for rank in (first, last):
+        assert 0.2 < rank["waited"]["dp"] < 5.0
+    assert late["waited"]["dp"] < 0.2
+    for rank in (first, late, last):
+        (wait, transfer) = rank["events"]
+        assert wait[:3] == ["compute", "wait", "gather blocks.7"]
+        assert transfer[:3] == ["comm.dp", "comm", "gather blocks.7"]
+        assert transfer[5] == 4 * 4 * 2
+        assert 0.0 <= transfer[3] <= wait[3] <= wait[4] <= transfer[4] + 1e-6
+        assert wait[4] - wait[3] == pytest.approx(rank["waited"]["dp"])
+        assert rank["last"] == "gather blocks.7"

@@ -1,0 +1,61 @@
+"""The side-stream half of `Handle` and the collectives through NCCL, as far as one GPU goes (a group of one)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace.collectives import Group, Meter, all_gather, all_reduce, reduce_scatter
+from interlace.collectives.handle import between, now
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, 1, True)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    device = torch.device("cuda", 0)
+    yield Group("dp", (0,), 0, device, Meter(), dist.group.WORLD, torch.cuda.Stream(device))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transfers_see_what_the_compute_stream_held_and_are_seen_after_wait(group: Group, dtype: torch.dtype) -> None:
+    x = torch.randn(1 << 20, device=group.device, dtype=dtype)
+    for _ in range(20):  # keeps the compute stream busy, so that a missing wait would read old values
+        x = torch.sin(x) + 1
+    gathered = all_gather(x, group)
+    reduced = reduce_scatter(x.float(), group, wire=dtype, scale=0.5)
+    total = all_reduce(x.float(), group)
+    assert torch.equal(gathered.wait(), x)
+    assert torch.equal(reduced.wait(), x.float() * 0.5)
+    assert torch.equal(total.wait(), x.float())
+
+
+def test_source_is_cast_on_the_way(group: Group) -> None:
+    main = torch.randn(4096, device=group.device)
+    whole = torch.full((4096,), float("nan"), device=group.device, dtype=torch.bfloat16)
+    all_gather(whole, group, out=whole, source=main).wait()
+    assert torch.equal(whole, main.bfloat16())
+
+
+def test_waits_are_timed_on_the_device(group: Group) -> None:
+    group.meter.cut()
+    begin = now(group.device)
+    x = torch.randn(1 << 24, device=group.device)
+    all_gather(x, group, name="slow").wait()
+    end = now(group.device)
+    torch.cuda.synchronize()
+    record = group.meter.cut()
+    assert 0 <= record.waited()["dp"] <= between(begin, end)
+    wait, move = record.events(0, begin, 5.0)
+    assert (wait.kind, move.kind, move.name) == ("wait", "comm", "slow")
+    assert 5.0 <= move.begin <= move.end <= wait.end
