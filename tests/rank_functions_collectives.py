@@ -1,6 +1,6 @@
 """What the ranks of tests/collectives run.
 
-Every rank can make every other rank's data (`given`), so each result is compared with one that no transfer took part in.
+Every rank can make every other rank's data (`given`), so results are compared with some that no transfer took part in.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def moves(world: World) -> int:
                 all_gather(own, group, sizes=sizes, out=out, source=parts[me]).wait()
                 assert same(out, whole)
                 checks += 3
-            assert same(all_gather(given(case, me, 6, dtype), group).wait(), torch.cat([given(case, r, 6, dtype) for r in range(n)]))
+            assert same(
+                all_gather(given(case, me, 6, dtype), group).wait(),
+                torch.cat([given(case, r, 6, dtype) for r in range(n)]),
+            )
             for kind in range(4):
                 # Kind 3: everything rank 0 sends and receives is equal, what the others exchange is not.
                 table = [
@@ -191,9 +194,7 @@ def sent(world: World, mesh: str, steps: list[list[str]], shape: list[int]) -> l
                 all_reduce(mine, group).wait()
             else:
                 boxes = [[lay.local_ranges(shape, groups.mesh, rank) for rank in group.ranks] for lay in (a, b)]
-                send, receive = (
-                    [overlap(boxes[one][group.rank], other) for other in boxes[1 - one]] for one in (0, 1)
-                )
+                send, receive = ([overlap(boxes[one][group.rank], other) for other in boxes[1 - one]] for one in (0, 1))
                 all_to_all(mine, group, send_sizes=send, receive_sizes=receive).wait()
             found.append([sum(group.meter.sent.values()), step.bytes_by_rank[world.rank]])
     return found
@@ -240,7 +241,8 @@ def late_peer(world: World) -> dict[str, Any]:
     quiet = Meter(record=False)
     silent = Group("dp", group.ranks, group.rank, group.device, quiet, group.process_group)
     all_gather(torch.ones(4), silent).wait()
-    assert quiet.cut().transfers == () and quiet.sent == {("all_gather", "dp"): 32}
+    assert quiet.cut().transfers == ()
+    assert quiet.sent == {("all_gather", "dp"): 32}
     return {
         "waited": record.waited(),
         "events": [[e.lane, e.kind, e.name, e.begin - 100.0, e.end - 100.0, e.bytes] for e in events],

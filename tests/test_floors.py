@@ -34,17 +34,19 @@ def table() -> dict[str, Part]:
         for name in names.split():
             parts[name] = Part(floor, frozenset(below.split()), frozenset(third_party.split()))
 
-    # Floor 0: the standard library only, in four steps.
-    forms = "errors config hf_config mesh"
+    # Floor 0: the standard library only, step by step.
+    words = "errors forms config hf_config mesh"
     values = "layout topology spec schedule events"
-    ground = f"{forms} {values} plan report"
+    ground = f"{words} {values} plan report"
     add(0, "errors", "")
-    add(0, "config hf_config mesh", forms)
-    add(0, "layout", forms)
-    add(0, "topology spec schedule events", f"{forms} layout")
+    add(0, "forms", "errors")
+    add(0, "config hf_config mesh", words)
+    add(0, "layout", words)
+    add(0, "topology spec schedule events", f"{words} layout")
     add(0, "plan report", ground)
-    # Floor 1: numbers and memory.
+    # Floor 1: numbers, memory, text.
     add(1, "random symmetric", ground, "torch triton")
+    add(1, "tokenizer", "errors", "tokenizers")
     first = f"{ground} random symmetric"
     # Floor 2: transfers and files.
     add(2, "failure", first, "torch")
@@ -54,16 +56,19 @@ def table() -> dict[str, Part]:
     add(2, "checkpoint", f"{first} failure world collectives", "torch safetensors")
     second = f"{first} failure world collectives launch checkpoint"
     # Floor 3: kernels are given sizes, never a run's configuration.
-    add(3, "kernels", " ".join({*second.split()} - {"config", "hf_config"}), "torch triton")
+    add(3, "kernels", " ".join({*second.split()} - {"forms", "config", "hf_config"}), "torch triton")
     # Floor 4: siblings; models know nothing of processes.
     add(4, "parallel", f"{second} kernels", "torch")
     add(4, "models", f"{ground} random", "torch safetensors")
     # Floor 5: siblings.
-    add(5, "train serve", f"{second} kernels parallel models", "torch tokenizers")
+    fourth = f"{second} kernels parallel models tokenizer"
+    add(5, "train", fourth, "torch rich safetensors")
+    add(5, "serve", fourth, "torch")
     # A wing: kernels are handed in as launches.
     add(1, "check", first, "torch triton greenlet")
     # The roof.
-    add(6, "cli __main__", " ".join(parts), "rich typer")
+    add(6, "cli", " ".join(parts), "rich typer")
+    add(6, "__main__", "cli")
     return parts
 
 
@@ -152,6 +157,11 @@ def test_imports_go_down_only(module: str, path: Path) -> None:
         ("interlace.train.loop", "from interlace.serve import cache", "train may not import serve"),
         ("interlace.collectives.ops", "import interlace.checkpoint", "collectives may not import checkpoint"),
         ("interlace.mesh", "from interlace.layout import Layout", "mesh may not import layout"),
+        ("interlace.forms", "from interlace.config import Config", "forms may not import config"),
+        ("interlace.tokenizer", "from interlace.train import text", "tokenizer may not import train"),
+        ("interlace.tokenizer", "import torch", "tokenizer may not import torch"),
+        ("interlace.cli", "def f():\n  import torch", "cli may not import torch"),
+        ("interlace.__main__", "from interlace import launch", "__main__ may not import launch"),
         ("interlace.mesh", "try:\n  import torch\nexcept ImportError: pass", "mesh may not import torch"),
         ("interlace.spec", "import importlib\nimportlib.import_module('numpy.linalg')", "spec may not import numpy"),
         ("interlace.check.order", "import interlace.kernels.tile", "check may not import kernels"),
@@ -176,6 +186,7 @@ def test_a_forbidden_import_is_named(module: str, source: str, crime: str) -> No
             "import rich\nfrom interlace.errors import InterlaceError\ndef f():\n  import interlace.train",
         ),
         ("interlace.plan.cost", "from interlace import layout, __version__"),
+        ("interlace.__main__", "from interlace.cli import main"),
     ],
 )
 def test_an_allowed_import_is_not(module: str, source: str) -> None:

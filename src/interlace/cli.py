@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from interlace import errors
 
 if TYPE_CHECKING:
     from interlace.config import Config
+    from interlace.world import Place
 
 AXES = ("dp",)  # the axes that can be executed
 
@@ -61,25 +64,22 @@ def train(
     def work() -> None:
         from interlace import launch
         from interlace.config import load
+        from interlace.world import find_place
 
-        joined = launch.under_launcher()
-        world = int(os.environ["WORLD_SIZE"]) if joined and "WORLD_SIZE" in os.environ else None
-        cfg = load(run or None, set_, parallel or None, world)
-        place = _device(device, cfg.plan.world)
-        with _error_file(cfg, enabled=not joined or os.environ.get("RANK", "0") == "0"):
-            _check(cfg, place, local=not joined)
+        place = find_place()
+        with _said_once(place):
+            cfg = load(run or None, set_, parallel or None, place.size if place else None)
+            where = _device(device, cfg.plan.world, place is not None)
+            _check(cfg, where, place)
             _check_folder(cfg, resume)
-            argument = {"config": cfg.to_toml(), "resume": resume}
-            if joined:
-                _join(cfg, place, argument)
+        argument = {"config": cfg.to_toml(), "resume": resume}
+        with _error_file(cfg, enabled=place is None or place.rank == 0):
+            if place is not None:
+                _join(cfg, where, argument)
             else:
+                world, timeout = cfg.plan.world, cfg.run.timeout
                 launch.run_local(
-                    "interlace.train.loop:run",
-                    cfg.plan.world,
-                    argument,
-                    device=place,
-                    timeout=cfg.run.timeout,
-                    port=port or None,
+                    "interlace.train.loop:run", world, argument, device=where, timeout=timeout, port=port or None
                 )
 
     _guarded(work, debug)
@@ -102,9 +102,9 @@ def verify(
         from interlace.train.verify import verify as prove
 
         cfg = checked(load(run or None, set_, parallel or None, preset="tiny"))
-        place = _device(device, cfg.plan.world)
-        _check(cfg, place, local=True)
-        report = prove(cfg, steps, place)
+        where = _device(device, cfg.plan.world)
+        _check(cfg, where)
+        report = prove(cfg, steps, where)
         for line in lines(report):
             print(line)
         if not report.passed:
@@ -196,8 +196,8 @@ def main() -> None:
 # --- before any process starts -------------------------------------------------------------------------------------
 
 
-def _check(cfg: Config, device: str, local: bool) -> None:
-    """Refuses what cannot run, in one sentence with the nearest that can."""
+def _check(cfg: Config, device: str, place: Place | None = None) -> None:
+    """Refuses what cannot run, in one sentence with the nearest that can.  `place`: where a launcher has put us."""
     from interlace.plan import fit
 
     if cfg.run.reproducible == "plan":
@@ -212,18 +212,30 @@ def _check(cfg: Config, device: str, local: bool) -> None:
             raise errors.ConfigError(
                 "run.tensorboard = true needs TensorBoard; install interlace[tensorboard]."
             ) from None
-    ranks = int(os.environ.get("WORLD_SIZE", cfg.plan.world)) if not local else cfg.plan.world
-    fit.check(cfg, ranks, _memory_per_rank(device, cfg.plan.world if local else 1), AXES, device)
+    if cfg.plan.overlap == "off":
+        raise errors.PlanError(
+            "the parallel plan asks for overlap=off, which is not available in this release; leave it out."
+        )
+    if cfg.train.compile and device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise errors.ConfigError("train.compile = true needs a C++ compiler on the CPU; install g++, or leave it out.")
+    ranks = place.size if place else cfg.plan.world
+    local = (place.local_size or 1) if place else ranks
+    fit.check(cfg, ranks, _memory_per_rank(device, local), AXES, device)
 
 
 def _check_folder(cfg: Config, resume: str) -> None:
+    """Refuses to mix a new run, or one that goes on from elsewhere, with the checkpoints of another."""
+    from interlace.train import state
+
     out = Path(cfg.run.out)
-    if resume:
+    folder, _ = state.find_checkpoint(cfg, resume)
+    if folder is not None and state.is_own(cfg, folder):
         return
-    made = sorted((out / "checkpoints").glob("step-*"))
+    names = [path.name for path in (out / "checkpoints").glob("step-*")]
+    made = [int(match[1]) for match in (re.fullmatch(r"step-(\d+)(\.old)?", name) for name in names) if match]
     if made:
         raise errors.ConfigError(
-            f"{out} already holds checkpoints ({made[-1].name}); go on with --resume auto, or choose another folder "
+            f"{out} already holds checkpoints (step-{max(made)}); go on with --resume auto, or choose another folder "
             f"with --set run.out={_free(out)}."
         )
 
@@ -235,7 +247,7 @@ def _free(out: Path) -> Path:
     return candidate
 
 
-def _device(asked: str, ranks: int) -> str:
+def _device(asked: str, ranks: int, joined: bool = False) -> str:
     """ "cpu" or "cuda"; "auto" takes GPUs when there are enough for the ranks on this machine."""
     if asked not in ("auto", "cpu", "cuda"):
         raise errors.ConfigError(f'--device is "{asked}"; use auto, cpu or cuda.')
@@ -243,11 +255,7 @@ def _device(asked: str, ranks: int) -> str:
         return asked
     import torch
 
-    from interlace import launch
-
-    if launch.under_launcher():
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    return "cuda" if torch.cuda.device_count() >= (1 if joined else ranks) else "cpu"
 
 
 def _memory_per_rank(device: str, local_ranks: int) -> int | None:
@@ -296,14 +304,26 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
+def _said_once(place: Place | None) -> Iterator[None]:
+    """What every rank refuses alike before they meet, rank 0 alone says."""
+    try:
+        yield
+    except errors.InterlaceError as error:
+        if place is not None and place.rank > 0:
+            raise typer.Exit(error.exit_code) from None
+        raise
+
+
+@contextlib.contextmanager
 def _error_file(cfg: Config, enabled: bool) -> Iterator[None]:
-    """Writes `error.json` into the run folder when a started run fails (not when it was refused before)."""
+    """Writes `error.json` into the run folder when a started run fails, unless the run file or plan is at fault."""
     try:
         yield
     except errors.InterlaceError as error:
         out = Path(cfg.run.out)
-        if enabled and out.is_dir() and not isinstance(error, errors.ConfigError):
+        if enabled and not isinstance(error, errors.ConfigError):
             try:
+                out.mkdir(parents=True, exist_ok=True)
                 (out / "error.json").write_text(json.dumps(error.to_json(), indent=2) + "\n", encoding="utf-8")
             except OSError as cannot:
                 print(f"interlace: could not write error.json: {cannot}", file=sys.stderr)

@@ -3,203 +3,51 @@
     cfg = load("run.toml", overrides=["train.steps=50"], parallel="dp=2 zero=3", world=2)
     loads(cfg.to_toml()) == cfg
 
-Only forms are checked here: known keys, types, ranges, and fields of one section that contradict each other.
+Only forms are checked here (`forms`: known keys, types, ranges), and fields of one section that contradict each other.
 Whether a plan divides and fits the machine is `plan.fit`.  A run file's `[model] preset` may bring defaults for
 the other sections; what the run file or an override says wins, key by key.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import re
 import tomllib
-import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Self
 
 from interlace.errors import ConfigError, PlanError, nearest
+from interlace.forms import (
+    Above0,
+    Amount,
+    Count,
+    OneOf,
+    Positive,
+    Probability,
+    Range,
+    Section,
+    Text,
+    as_table,
+    checked,
+    closest,
+    rules,
+    show,
+    toml,
+    typed,
+    unknown,
+)
 
 PRESETS = Path(__file__).parent / "models" / "presets"
 
-
-# --- forms: what a value of a field may be -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Range:
-    """Bounds of a number: `low` and `high` are allowed values, `above` and `below` are not."""
-
-    low: float | None = None
-    above: float | None = None
-    below: float | None = None
-    high: float | None = None
-
-    def holds(self, value: float) -> bool:
-        return (
-            (self.low is None or value >= self.low)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-            and (self.high is None or value <= self.high)
-        )
-
-    def __str__(self) -> str:
-        words = (("at least", self.low), ("above", self.above), ("below", self.below), ("at most", self.high))
-        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """A closed list of values; the refusal names the nearest."""
-
-    values: tuple[Any, ...]
-
-    def holds(self, value: Any) -> bool:
-        return value in self.values
-
-    def nearest(self, value: Any) -> Any:
-        if isinstance(value, int | float) and all(isinstance(known, int) for known in self.values):
-            return _closest(value, self.values)
-        return nearest(str(value), [str(known) for known in self.values])
-
-    def __str__(self) -> str:
-        return "one of " + ", ".join(map(str, self.values))
-
-
-Positive = Annotated[int, Range(low=1)]
-Count = Annotated[int, Range(low=0)]
-Probability = Annotated[float, Range(low=0, below=1)]
-Amount = Annotated[float, Range(low=0)]
-Above0 = Annotated[float, Range(above=0)]
-Text = Annotated[str, Range(low=1)]  # the range is that of the length
 Precision = Annotated[str, OneOf(("fp32", "bf16"))]
-
-_NAMES: dict[Any, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-
-
-@functools.cache
-def _read_hints(cls: type) -> dict[str, Any]:
-    hints = get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in fields(cls)}
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    """Field name -> type with its rule, of a section class."""
-    return _read_hints(cls)
-
-
-def _parts(hint: Any) -> tuple[Any, Range | OneOf | None, bool]:
-    """(bare type, rule, may be None) of an annotation."""
-    optional = False
-    if get_origin(hint) in (Union, types.UnionType):
-        optional = type(None) in get_args(hint)
-        (hint,) = (arg for arg in get_args(hint) if arg is not type(None))
-    if get_origin(hint) is Annotated:
-        bare, rule = get_args(hint)
-        return bare, rule, optional
-    return hint, None, optional
-
-
-def _describe(hint: Any) -> str:
-    bare, rule, optional = _parts(hint)
-    if get_origin(bare) is tuple:
-        args = get_args(bare)
-        many = "" if args[-1] is Ellipsis else f"{len(args)} "
-        text = f"a list of {many}values, each {_describe(args[0])}"
-    elif isinstance(rule, OneOf):
-        text = str(rule)
-    elif bare is str and rule:
-        text = "a string that is not empty"
-    elif bare in _NAMES:
-        text = _NAMES[bare] + (f" of {rule}" if rule else "").replace("of above", "above")
-    else:
-        text = "a table"
-    return f'{text}, or "none"' if optional else text
-
-
-def _convert(value: Any, hint: Any) -> Any:
-    """The value in the field's own type; ValueError when it has another type or lies outside the range."""
-    bare, rule, optional = _parts(hint)
-    if optional and (value is None or value == "none"):
-        return None
-    if get_origin(bare) is tuple:
-        kinds = get_args(bare)
-        if not isinstance(value, list | tuple) or (kinds[-1] is not Ellipsis and len(value) != len(kinds)):
-            raise ValueError
-        return tuple(_convert(item, kinds[0]) for item in value)
-    if bare is RopeScaling:
-        return value if isinstance(value, RopeScaling) else RopeScaling.of(value)
-    if bare is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, bare) or (isinstance(value, bool) and bare is not bool):
-        raise ValueError
-    if bare is float and not math.isfinite(value):
-        raise ValueError
-    if rule and not rule.holds(len(value) if isinstance(rule, Range) and bare is str else value):
-        raise ValueError
-    return value
-
-
-def _checked(value: Any, hint: Any, key: str, error: type[ConfigError] = ConfigError) -> Any:
-    try:
-        return _convert(value, hint)
-    except (ValueError, OverflowError):
-        close = ""
-        rule = _parts(hint)[1]
-        if isinstance(rule, OneOf):
-            near = rule.nearest(value)
-            close = "" if near is None else f"; nearest is {near}"
-        raise error(f"{key} must be {_describe(hint)}, found {_show(value)}{close}") from None
-
-
-def _show(value: Any) -> str:
-    kind = {int: "integer", float: "number", bool: "truth value", str: "string"}.get(type(value), "")
-    text = _toml(value) if kind or isinstance(value, list | tuple | dict) else repr(value)
-    return f"{text} ({kind})" if kind else text
-
-
-def _unknown(
-    what: str, name: str, known: Sequence[str], place: str, error: type[ConfigError] = ConfigError
-) -> ConfigError:
-    near = nearest(name, known)
-    hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
-    return error(f"unknown {what} {name} in {place}: {hint}")
-
-
-class _Section:
-    """Checks every field against its annotation on construction, whichever way the value came."""
-
-    _place: ClassVar[str]
-    _error: ClassVar[type[ConfigError]] = ConfigError
-
-    def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
-            value = _checked(getattr(self, name), hint, f"{self._place}.{name}".lstrip("."), self._error)
-            object.__setattr__(self, name, value)
-
-    @classmethod
-    def of(cls, table: Any) -> Self:
-        """A section from a TOML table; unknown and missing keys are refused by name."""
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"{cls._place} must be a table, found {_show(table)}")
-        known = list(_hints(cls))
-        for key in table:
-            if key not in known:
-                raise _unknown("key", key, known, f"[{cls._place}]")
-        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
-        if missing := [name for name in required if name not in table]:
-            raise ConfigError(f"[{cls._place}] lacks {', '.join(missing)}")
-        return cls(**table)
 
 
 # --- the model: how big --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RopeScaling(_Section):
+class RopeScaling(Section):
     """How rotary frequencies are stretched beyond the trained context, in the terms of Hugging Face `rope_scaling`.
 
     `llama3` uses factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; `linear` only factor;
@@ -240,7 +88,7 @@ class RopeScaling(_Section):
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
     `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
@@ -284,7 +132,7 @@ class ModelConfig(_Section):
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ConfigError(
                 f"model.num_kv_heads must divide num_heads {self.num_heads}, found {self.num_kv_heads}: "
-                f"nearest is {_closest(self.num_kv_heads, divisors)}"
+                f"nearest is {closest(self.num_kv_heads, divisors)}"
             )
         if self.head_dim % 2:
             raise ConfigError(
@@ -325,10 +173,6 @@ class ModelConfig(_Section):
         return self.sliding_window if windowed else None
 
 
-def _closest(value: float, candidates: Sequence[int]) -> int:
-    return min(candidates, key=lambda candidate: (abs(candidate - value), candidate))
-
-
 # --- the plan: how it is split -------------------------------------------------------------------------------------
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "dualpipev")
@@ -336,7 +180,7 @@ AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
-class ParallelPlan(_Section):
+class ParallelPlan(Section):
     """How a run is split over ranks; the string of `--parallel`, e.g. "dp=2 tp=2 zero=3 micro_batches=8".
 
     `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
@@ -380,16 +224,16 @@ class ParallelPlan(_Section):
     def parse(cls, text: str, world: int | None = None) -> ParallelPlan:
         """A plan from "key=value key=value"; with `world`, an omitted dp fills it.  PlanError on anything else."""
         values: dict[str, Any] = {}
-        hints = _hints(cls)
+        hints = rules(cls)
         for word in text.split():
             key, equals, value = word.partition("=")
             if key not in hints:
-                raise _unknown("key", key, list(hints), f'the parallel plan "{text}"', PlanError)
+                raise unknown("key", key, list(hints), f'the parallel plan "{text}"', PlanError)
             if not equals or not value:
                 raise PlanError(f'{key} has no value in the parallel plan "{text}": write {key}=VALUE')
             if key in values:
                 raise PlanError(f'{key} is given twice in the parallel plan "{text}"')
-            values[key] = _checked(_typed(value, hints[key]), hints[key], key, PlanError)
+            values[key] = checked(typed(value, hints[key]), hints[key], key, PlanError)
         if world is not None and "dp" not in values:
             plan = cls(**values)
             if world % plan.world:
@@ -409,7 +253,7 @@ class ParallelPlan(_Section):
 
 
 @dataclass(frozen=True)
-class ModelSection(_Section):
+class ModelSection(Section):
     """`[model]`: a preset's name, or a Hugging Face folder (TOML key `from`), or neither; `dims` are ModelConfig fields
     that win over both."""
 
@@ -420,29 +264,29 @@ class ModelSection(_Section):
     dims: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _checked(self.preset, str, "model.preset")
-        _checked(self.from_, str, "model.from")
+        checked(self.preset, str, "model.preset")
+        checked(self.from_, str, "model.from")
         if self.preset and self.from_:
             raise ConfigError(
                 f'[model] takes preset or from, found both preset = "{self.preset}" and from = "{self.from_}"'
             )
-        hints = _hints(ModelConfig)
+        hints = rules(ModelConfig)
         for key in self.dims:
             if key not in hints:
-                raise _unknown("key", key, ["preset", "from", *hints], "[model]")
-        dims = {key: _checked(self.dims[key], hint, f"model.{key}") for key, hint in hints.items() if key in self.dims}
+                raise unknown("key", key, ["preset", "from", *hints], "[model]")
+        dims = {key: checked(self.dims[key], hint, f"model.{key}") for key, hint in hints.items() if key in self.dims}
         object.__setattr__(self, "dims", dims)
 
     @classmethod
     def of(cls, table: Any) -> Self:
         if not isinstance(table, Mapping):
-            raise ConfigError(f"model must be a table, found {_show(table)}")
+            raise ConfigError(f"model must be a table, found {show(table)}")
         dims = dict(table)
         return cls(preset=dims.pop("preset", ""), from_=dims.pop("from", ""), dims=dims)
 
 
 @dataclass(frozen=True)
-class DataSection(_Section):
+class DataSection(Section):
     """`[data]`: what text, how it is cut; `sequence_length` in positions, `field` the text's key in .jsonl lines."""
 
     _place: ClassVar[str] = "data"
@@ -458,7 +302,7 @@ class DataSection(_Section):
 
 
 @dataclass(frozen=True)
-class TrainSection(_Section):
+class TrainSection(Section):
     """`[train]`: `global_batch` in sequences; `epochs` 0 = by `steps`; `decay` 0 = a fifth of the steps ("wsd" only);
     `clip` 0 = off."""
 
@@ -492,7 +336,7 @@ class TrainSection(_Section):
 
 
 @dataclass(frozen=True)
-class RunSection(_Section):
+class RunSection(Section):
     """`[run]`: `save_every` 0 = only at the end, `keep` 0 = all checkpoints, `timeout` in seconds limits every wait."""
 
     _place: ClassVar[str] = "run"
@@ -508,16 +352,16 @@ class RunSection(_Section):
     tensorboard: bool = False
 
 
-_SECTIONS: dict[str, type[_Section]] = {
+_SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection,
     "data": DataSection,
     "train": TrainSection,
     "run": RunSection,
 }
 _KEYS: dict[str, list[str]] = {
-    "model": ["preset", "from", *_hints(ModelConfig)],
+    "model": ["preset", "from", *rules(ModelConfig)],
     "parallel": ["plan"],
-    **{name: list(_hints(_SECTIONS[name])) for name in ("data", "train", "run")},
+    **{name: list(rules(_SECTIONS[name])) for name in ("data", "train", "run")},
 }
 
 
@@ -543,7 +387,7 @@ class Config:
             from interlace import hf_config
 
             read = hf_config.read(self.model.from_)
-            dims = {name: getattr(read, name) for name in _hints(ModelConfig)}
+            dims = {name: getattr(read, name) for name in rules(ModelConfig)}
         dims |= self.model.dims
         if not self.model.preset and not self.model.from_:
             if "num_heads" in dims:
@@ -565,10 +409,10 @@ class Config:
         tables = {
             "model": model | dict(self.model.dims),
             "parallel": {"plan": str(self.plan)},
-            **{name: _table(getattr(self, name)) for name in ("data", "train", "run")},
+            **{name: as_table(getattr(self, name)) for name in ("data", "train", "run")},
         }
         return "\n".join(
-            f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
+            f"[{name}]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in table.items())
             for name, table in tables.items()
         )
 
@@ -590,7 +434,7 @@ def load(
     Errors: ConfigError, one sentence with the file and, for syntax, the line.
     """
     if path is None:
-        return loads(f"[model]\npreset = {_toml(preset)}\n", overrides, parallel, world, where=f"preset {preset}")
+        return loads(f"[model]\npreset = {toml(preset)}\n", overrides, parallel, world, where=f"preset {preset}")
     return loads(_read(Path(path), "run file"), overrides, parallel, world, where=str(path))
 
 
@@ -611,7 +455,7 @@ def loads(
         for name, defaults in preset(model.preset).items():
             if name != "model":
                 tables[name] = {**defaults, **tables[name]}
-    plan = parallel if parallel is not None else _checked(tables["parallel"].get("plan", ""), str, "parallel.plan")
+    plan = parallel if parallel is not None else checked(tables["parallel"].get("plan", ""), str, "parallel.plan")
     return Config(
         model=model,
         plan=ParallelPlan.parse(plan, world),
@@ -629,7 +473,7 @@ def preset_names() -> tuple[str, ...]:
 def preset(name: str) -> dict[str, dict[str, Any]]:
     """A preset's tables: `model` with all dimensions, and defaults for other sections."""
     if name not in preset_names():
-        raise _unknown("preset", name, preset_names(), "[model]")
+        raise unknown("preset", name, preset_names(), "[model]")
     return _parse(_read(PRESETS / f"{name}.toml", "preset"), f"preset {name}")
 
 
@@ -658,9 +502,9 @@ def _parse(text: str, where: str) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{where}: values are nested too deeply for a run file") from None
     for name, table in raw.items():
         if name not in _KEYS:
-            raise _unknown("section", name, list(_KEYS), where)
+            raise unknown("section", name, list(_KEYS), where)
         if not isinstance(table, dict):
-            raise ConfigError(f"{where}: {name} must be a section [{name}], found {_show(table)}")
+            raise ConfigError(f"{where}: {name} must be a section [{name}], found {show(table)}")
         for key in table:
             _known(name, key, where)
     return {name: dict(raw.get(name, {})) for name in _KEYS}
@@ -670,12 +514,12 @@ def _known(section: str, key: str, where: str) -> None:
     """Refuses a key that the section lacks, naming where it belongs or the nearest one."""
     if key in _KEYS[section]:
         return
-    if section == "parallel" and key in _hints(ParallelPlan):
+    if section == "parallel" and key in rules(ParallelPlan):
         raise ConfigError(f'unknown key {key} in [parallel] of {where}: write plan = "{key}=VALUE"')
     for other, keys in _KEYS.items():
         if key in keys:
             raise ConfigError(f"unknown key {key} in [{section}] of {where}: it belongs to [{other}]")
-    raise _unknown("key", key, _KEYS[section], f"[{section}] of {where}")
+    raise unknown("key", key, _KEYS[section], f"[{section}] of {where}")
 
 
 def _override(text: str) -> tuple[str, str, Any]:
@@ -686,7 +530,7 @@ def _override(text: str) -> tuple[str, str, Any]:
     if not equals or not dot or not key:
         raise ConfigError(f'cannot read {where}: write SECTION.KEY=VALUE, for example "train.steps=50"')
     if section not in _KEYS:
-        raise _unknown("section", section, list(_KEYS), where)
+        raise unknown("section", section, list(_KEYS), where)
     if key.startswith("rope_scaling."):
         raise ConfigError(
             f"cannot read {where}: give the whole table, "
@@ -694,45 +538,7 @@ def _override(text: str) -> tuple[str, str, Any]:
         )
     _known(section, key, where)
     if section == "model":
-        hint = _hints(ModelConfig).get(key, str)
+        hint = rules(ModelConfig).get(key, str)
     else:
-        hint = str if section == "parallel" else _hints(_SECTIONS[section])[key]
-    return section, key, _checked(_typed(value.strip(), hint), hint, f"{section}.{key}")
-
-
-def _typed(text: str, hint: Any) -> Any:
-    """The value that a word on the command line means for a field: TOML where the field is no plain string."""
-    bare, _, optional = _parts(hint)
-    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
-    if (bare is str and not quoted) or (optional and text == "none"):
-        return text
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
-
-
-def _table(section: Any) -> dict[str, Any]:
-    return {f.name: getattr(section, f.name) for f in fields(section)}
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML; None is the string "none", which optional fields read back as None."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, RopeScaling):
-        value = {key: item for key, item in _table(value).items() if item is not None}
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml(key)
+        hint = str if section == "parallel" else rules(_SECTIONS[section])[key]
+    return section, key, checked(typed(value.strip(), hint), hint, f"{section}.{key}")

@@ -87,7 +87,9 @@ def test_no_buffer_serves_two_units_closer_than_the_distance(steps: list[tuple[i
                 assert max(totals[i], totals[j]) < 2 * min(totals[i], totals[j])
     sizes = slot_sizes(totals, chosen)
     assert set(chosen) == set(range(len(sizes)))
-    assert list(sizes) == [max(t for t, c in zip(totals, chosen, strict=True) if c == slot) for slot in range(len(sizes))]
+    assert list(sizes) == [
+        max(t for t, c in zip(totals, chosen, strict=True) if c == slot) for slot in range(len(sizes))
+    ]
 
 
 def test_equal_blocks_take_turns_in_two_buffers_beside_the_embedding() -> None:

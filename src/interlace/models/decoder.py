@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from interlace import random, spec
 from interlace.config import ModelConfig
@@ -22,8 +21,7 @@ from interlace.errors import ConfigError
 from interlace.models.attention import Attention, Pattern
 from interlace.models.layers import MLP, Context, Dropout, Embedding, Linear, norm, rotary_table
 from interlace.models.moe import MoE
-
-IGNORED = -100  # the label of a position that has none
+from interlace.models.vocabulary import IGNORED, SoftmaxRows, softmax_rows, vocabulary_loss
 
 
 class Block(nn.Module):
@@ -47,15 +45,20 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm and the projection to the vocabulary: x_BTD -> logits_BTV."""
+    """The last norm and the projection to the vocabulary: x_BTD -> logits_BTV, or with labels_BT the sum of losses."""
+
+    softmax_rows: SoftmaxRows = staticmethod(softmax_rows)
 
     def __init__(self, cfg: ModelConfig, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.norm = norm(cfg, device, dtype)
         self.output = Linear(cfg.hidden_size, cfg.vocab_size, bias=False, device=device, dtype=dtype)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.output(self.norm(x_BTD))
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        x_BTD = self.norm(x_BTD)
+        if labels_BT is None:
+            return self.output(x_BTD)
+        return vocabulary_loss(x_BTD.flatten(0, 1), self.output.weight, labels_BT.flatten(), self.softmax_rows)
 
 
 class Decoder(nn.Module):
@@ -106,7 +109,7 @@ class Decoder(nn.Module):
         dropout_key: int = 0,
         columns_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the cross-entropies of all labels that are not -100, their number): fp32 and int64 scalars.
+        """(sum of the cross-entropies of all labels that are not -100, their number): an fp32 (fp64 for fp64) and an int64 scalar.
 
         The sum, not a mean: add sums and numbers of all micro-batches and ranks, then divide once.  The balance loss
         of a router comes in as coefficient * sum over sequences of (labels of the sequence * balance loss of the
@@ -114,9 +117,8 @@ class Decoder(nn.Module):
         sequences are cut into micro-batches; without labels it is 0 too.
         """
         x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
-        losses_BT = cross_entropy(self.head(x_BTD), labels_BT)
         counts_B = (labels_BT != IGNORED).sum(dim=1)
-        return losses_BT.sum() + self.router_loss(context, counts_B), counts_B.sum()
+        return self.head(x_BTD, labels_BT) + self.router_loss(context, counts_B), counts_B.sum()
 
     def router_loss(self, context: Context, counts_B: Tensor) -> Tensor:
         """What the blocks that ran with this context add to the loss sum (see `loss`): an fp32 scalar.
@@ -176,52 +178,6 @@ class Decoder(nn.Module):
             (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, dropout_key, columns_T
         )
         return self.hidden(tokens_BT, context), context
-
-
-# --- loss ----------------------------------------------------------------------------------------------------------
-
-
-def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """-log softmax(logits)[label] in fp32, exactly 0 (as is its gradient) where the label is -100: [B T]."""
-    losses_N: Tensor = _CrossEntropy.apply(logits_BTV.flatten(0, 1), labels_BT.flatten())  # type: ignore[no-untyped-call]
-    return losses_N.view(labels_BT.shape)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """-log softmax(z)[label], with fp32 values of a few rows at a time instead of all logits.
-
-    forward   logits_NV (any float), labels_N -> losses_N fp32; keeps the logits, nothing else of their size
-    backward  dlosses_N -> dlogits_NV = dloss * (softmax(z) - onehot(label)), in the dtype of the logits
-    """
-
-    PIECE = 1 << 26  # fp32 elements at a time: 256 MiB
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=logits_NV.device)
-        for rows in _CrossEntropy.pieces(logits_NV):
-            logs = logits_NV[rows].log_softmax(dim=-1, dtype=torch.float32)
-            losses_N[rows] = -logs.gather(1, labels_N[rows, None].clamp(min=0))[:, 0]
-        ctx.save_for_backward(logits_NV, labels_N)
-        return losses_N.masked_fill_(labels_N == IGNORED, 0.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dlosses_N: Tensor) -> tuple[Tensor, None]:
-        logits_NV, labels_N = ctx.saved_tensors
-        dlogits_NV = torch.empty_like(logits_NV)
-        scales_N1 = dlosses_N.masked_fill(labels_N == IGNORED, 0.0)[:, None]
-        for rows in _CrossEntropy.pieces(logits_NV):
-            d = logits_NV[rows].softmax(dim=-1, dtype=torch.float32)
-            d.scatter_add_(1, labels_N[rows, None].clamp(min=0), torch.full_like(d[:, :1], -1.0))
-            torch.mul(d, scales_N1[rows], out=dlogits_NV[rows])  # product and rounding in one pass
-        return dlogits_NV, None
-
-    @staticmethod
-    def pieces(logits_NV: Tensor) -> list[slice]:
-        rows, vocab = logits_NV.shape
-        step = max(1, _CrossEntropy.PIECE // vocab)
-        return [slice(first, first + step) for first in range(0, rows, step)]
 
 
 # --- initial values ------------------------------------------------------------------------------------------------

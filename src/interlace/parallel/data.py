@@ -302,6 +302,8 @@ class DataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
+        if self._phase == "backward" and torch._C._current_graph_task_id() != -1:
+            raise ConfigError("the wrapped module ran inside its own backward; recompute parts of it, not the whole.")
         if self._phase == "backward":  # an exception ended it: nothing of it is left
             while self._reductions:
                 for handle in self._reductions.popleft()[1]:
@@ -388,6 +390,8 @@ class DataParallel(nn.Module):
     def _begin_backward(self) -> None:
         if self._phase == "backward":
             return
+        if self.zero == 3 and torch.is_grad_enabled():
+            raise ConfigError("zero=3 cannot keep a graph of the backward pass (create_graph); use zero 0, 1 or 2.")
         self._phase = "backward"
         self._next_item = 0
         for flat in self.root.flats:  # there already, unless a pass without gradients came in between

@@ -333,6 +333,7 @@ class Flat:
                 self.grad[member.offset : member.offset + member.numel].zero_()
         self._written.clear()
         name = f"reduce {self.name}"
+        wire = wire if self.main_dtype.is_floating_point else None
         if not self.sharded:
             return all_reduce(self.grad, self.group, wire=wire, scale=scale, name=name)
         return reduce_scatter(self.grad, self.group, out=self._reduced(), wire=wire, scale=scale, name=name)

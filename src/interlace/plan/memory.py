@@ -12,9 +12,9 @@ Per run of n padded elements (the parameters of a unit, flat) in w ranks, c byte
 "+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
 micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.
 
-Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are two tensors in
-the compute dtype, values and gradient, and the fp32 piece that the loss works on.  Not counted: what the device's own
-runtime and communication library take (1-2 GB on a GPU), and the allocator's fragments.
+Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
+its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Not counted: what
+the device's own runtime and communication library take (1-2 GB on a GPU), and the allocator's fragments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from interlace.layout import split
 from interlace.plan import zero as engine
 from interlace.spec import Parameter, Role, parameters, units
 
-LOSS_PIECE = 1 << 26  # fp32 elements that the loss holds at a time
+LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
 
     activations = _activations(config, cfg, plan, device, stage, stop - first, sequences, count)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
-    logits = _logits(tokens, math.ceil(cfg.vocab_size / plan.tp), compute) if "head" in names else 0
+    vocab = math.ceil(cfg.vocab_size / plan.tp)
+    logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
     split_runs = [run for run in runs if run.is_split(plan.zero)]
     gradients = 4 * sum(run.numel for run in runs if not run.is_split(plan.zero))
     if plan.zero == 1 or count > 1:
@@ -300,7 +301,9 @@ def _attention_bytes(
     return kept + 4 * N * H
 
 
-def _logits(tokens: int, vocab: int, compute: int) -> int:
-    """Logits and their gradient, and the loss's fp32 work on a piece of rows (a copy and its exponentials)."""
-    piece = min(tokens, max(1, LOSS_PIECE // vocab)) * vocab
-    return 2 * tokens * vocab * compute + piece * (4 if compute == 4 else 8)
+def _logits(tokens: int, vocab: int, hidden: int, compute: int, device: str) -> int:
+    """A piece of logits (on a CPU with its fp32 copy and gradient), the gradient of the hidden states, and the weight's
+    in fp32 and rounded."""
+    rows = min(tokens, 1 << max(0, (LOSS_PIECE // vocab).bit_length() - 1))
+    work = compute if device == "cuda" else compute + 8
+    return rows * vocab * work + tokens * hidden * compute + vocab * hidden * (4 + (compute if compute < 4 else 0))

@@ -1,11 +1,12 @@
 """What one rank of a plan holds between steps, computes and sends in a step: exact, from `layout`, `spec` and `zero`.
 
-`verify` holds a running plan against these figures, so that a plan that is not really split cannot pass.  Padding of
-flat runs is not in `resident` (a part in a thousand); it is in `sent`, since it travels.
+`verify` holds a running plan against these figures, so that a plan that is not really split cannot pass.  The padding
+of a flat run, less than a chunk for each parameter and each rank, counts: it lies in memory, and it travels.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
 from interlace.plan import zero as engine
-from interlace.plan.memory import micro_batching
 from interlace.spec import Parameter, executed_matmul_flops, parameters, units
 
 FP32 = 4
@@ -28,6 +28,11 @@ class Run:
     unit: str
     members: tuple[Parameter, ...]
     cut: engine.Cut
+
+    @property
+    def layout(self) -> Layout:
+        """Of its elements, one after another, over the data axis."""
+        return Layout.parse(f"U/dp:{self.cut.chunk}")
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,31 @@ def runs(cfg: ModelConfig, ranks: int) -> tuple[Run, ...]:
     )
 
 
-def share(config: Config, rank: int, sequences: int) -> Share:
-    """The part of `rank` in a step in which it computes `sequences` sequences (a stand-in without labels counts)."""
+def micro_batch_count(plan: ParallelPlan, batch: int) -> int:
+    """Micro-batches that every replica makes of a global batch of `batch` sequences, also the one with fewest."""
+    if not plan.micro_batch_size:
+        return plan.micro_batches
+    return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
+
+
+def share(config: Config, rank: int, batch: int) -> Share:
+    """The part of `rank` in a step on a global batch of `batch` sequences."""
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
     found = runs(cfg, plan.dp)
     is_split = plan.zero > 0 and plan.dp > 1
-    whole = sum(member.numel for run in found for member in run.members)
-    held = sum(_held(run, mesh, rank, is_split) for run in found)
+    whole = sum(run.cut.total for run in found)
+    held = whole
+    if is_split:
+        held = sum(run.layout.local_numel((run.cut.total,), mesh, rank) for run in found)
     copies = 0
     if is_split and plan.zero == 3:
         copies = compute * sum(_gathered(cfg, found))
     elif is_split or compute != FP32:
         copies = compute * whole
     states = STATES[config.train.optimizer] + (config.train.optimizer == "sgd" and config.train.momentum > 0)
+    sequences = computed_sequences(plan, mesh, rank, batch)
     work = executed_matmul_flops(cfg, sequences, config.data.sequence_length, plan.recompute)
     return Share(
         main=FP32 * held,
@@ -76,26 +91,16 @@ def share(config: Config, rank: int, sequences: int) -> Share:
         gradients=FP32 * (held if is_split and plan.zero >= 2 else whole),
         optimizer=FP32 * states * held,
         flops=work["matmul"],
-        sent=_sent(config, cfg, plan, mesh, rank, compute, found) if plan.dp > 1 else {},
+        sent=_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {},
     )
 
 
-def sequences_of(config: Config, rank: int, batch: int) -> int:
-    """Sequences that a data rank computes of a global batch of `batch`, stand-ins of empty micro-batches included."""
-    start, stop = split(batch, config.plan.dp, Mesh.of(config.plan).coordinates(rank)["dp"])
-    count, _ = micro_batching(config, config.plan)
+def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int) -> int:
+    """Sequences that a rank computes of a global batch, one without labels for each of its empty micro-batches."""
+    start, stop = split(batch, plan.dp, mesh.coordinates(rank)["dp"])
+    count = micro_batch_count(plan, batch)
     parts = (split(stop - start, count, number) for number in range(count))
     return sum(max(1, last - first) for first, last in parts)
-
-
-def _held(run: Run, mesh: Mesh, rank: int, is_split: bool) -> int:
-    """Elements of the main weights on this rank, parameter by parameter, from their layout strings."""
-    return sum(
-        Layout.parse(engine.member_layout(member.dims, run.cut, index) if is_split else member.dims).local_numel(
-            member.shape, mesh, rank
-        )
-        for index, member in enumerate(run.members)
-    )
 
 
 def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
@@ -107,26 +112,23 @@ def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
     yield from (run.cut.total for run in found if run.unit == "root")
 
 
-def _sent(
-    config: Config, cfg: ModelConfig, plan: ParallelPlan, mesh: Mesh, rank: int, compute: int, found: tuple[Run, ...]
-) -> dict[str, int]:
+def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...]) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen."""
+    plan = config.plan
     wire = 2 if config.train.reduce_dtype == "bf16" else FP32
     sent = {"all_gather": SCALARS * (plan.dp - 1), "reduce_scatter": 0}
-    count, _ = micro_batching(config, plan)
     inner = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
     if plan.zero == 3:
         chosen = engine.slots([run.cut.total for run in inner], range(len(inner)), distance=2)
         regather = [run.unit != "embedding" for run in inner]
-        counts = engine.gathers_per_step(chosen, regather, ahead=1, micro_batches=count)
+        counts = engine.gathers_per_step(chosen, regather, ahead=1, micro_batches=micro_batch_count(plan, batch))
         times |= dict(zip((run.unit for run in inner), counts, strict=True))
     for run in found:
-        shard, whole = Layout.parse(f"U/dp:{run.cut.chunk}"), Layout.parse("U")
-        partial = Layout.parse("U +dp")
-        for transfer in transition(partial, shard, (run.cut.total,), mesh, wire):
+        whole, partial = Layout.parse("U"), Layout.parse("U +dp")
+        for transfer in transition(partial, run.layout, (run.cut.total,), mesh, wire):
             sent[transfer.collective] += transfer.bytes_by_rank[rank]
         gathered = FP32 if plan.zero == 0 else compute
-        for transfer in transition(shard, whole, (run.cut.total,), mesh, gathered):
+        for transfer in transition(run.layout, whole, (run.cut.total,), mesh, gathered):
             sent[transfer.collective] += transfer.bytes_by_rank[rank] * times[run.unit]
     return sent

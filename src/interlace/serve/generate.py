@@ -23,7 +23,7 @@ from interlace.checkpoint import MANIFEST, Reader, find
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, nearest
 from interlace.models.decoder import Decoder
-from interlace.serve.tokenizer import Tokenizer, stream, tokenizer
+from interlace.tokenizer import Tokenizer, stream, tokenizer
 
 
 def load(run_or_checkpoint: str | Path, device: torch.device | str) -> tuple[Decoder, Tokenizer, Config]:

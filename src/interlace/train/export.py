@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from interlace import config, hf_config
+from interlace import config, hf_config, tokenizer
 from interlace.checkpoint import MANIFEST, Reader, find
 from interlace.config import ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, ResourceError, nearest
 from interlace.models.weights import save_hf
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-TOKENIZER = "tokenizer.json"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # of a tokenizer.json, copied where they exist
 
 
@@ -44,15 +43,15 @@ def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = 
     saved = reader.meta.get("model")  # the dimensions themselves: a preset or folder may have changed since
     model_cfg = cfg.model_config() if saved is None else ModelConfig.of(saved)
     hf_config.to_hf(model_cfg)  # refuses before anything is read
-    tokenizer = _tokenizer_file(cfg.data.tokenizer)
+    words = _tokenizer_file(cfg.data.tokenizer)
     destination = Path(destination)
     try:
         save_hf(destination, model_cfg, _weights(reader, DTYPES[dtype]))
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, destination / TOKENIZER)
+        if words is not None:
+            shutil.copyfile(words, destination / tokenizer.FILE)
             for name in BESIDE:
-                if tokenizer.with_name(name).is_file():
-                    shutil.copyfile(tokenizer.with_name(name), destination / name)
+                if words.with_name(name).is_file():
+                    shutil.copyfile(words.with_name(name), destination / name)
     except OSError as error:
         raise ResourceError(
             f"cannot write {destination}: {error.strerror or error}; make room or name another"
@@ -68,11 +67,8 @@ def _weights(reader: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]
 
 def _tokenizer_file(spec: str) -> Path | None:
     """The run's tokenizer.json; None for bytes."""
-    if spec == "bytes":
-        return None
-    path = Path(spec).expanduser()
-    path = path / TOKENIZER if path.is_dir() else path
-    if not path.is_file():
+    path = tokenizer.file_of(spec)
+    if path is not None and not path.is_file():
         raise DataError(
             f"the tokenizer {path}, with which the run was trained, is not there; put it back", file=str(path)
         )

@@ -3,6 +3,7 @@
     run.toml          the whole configuration, as used
     metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis
     events.jsonl      rank 0's transfers and waits of the first steps and of every tenth one after
+    error.json        why the run failed, written by the command line
     checkpoints/      step-N/ as `interlace.checkpoint` writes it
     loss.svg          the loss curve
 
@@ -16,19 +17,20 @@ import json
 import math
 import resource
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
 from interlace import spec
-from interlace.checkpoint import Writer, find
+from interlace.checkpoint import Writer
 from interlace.collectives import Record, all_gather
 from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
-from interlace.errors import CheckpointError, ConfigError, NumericsError
+from interlace.errors import ConfigError, NumericsError, ResourceError
 from interlace.events import Event, write_jsonl
 from interlace.report.draw import write_loss_curve
 from interlace.topology import Topology
@@ -60,14 +62,13 @@ class _Made:
 def run(world: World, config: str, resume: str = "") -> dict[str, Any]:
     """Trains as the run file's text `config` says; what each rank calls.
 
-    resume: "" for a new run, "auto" for the newest checkpoint of the run's folder (a new run if there is none), or a
-    checkpoint's path.  Returns {"steps", "loss"} of the last step.
+    resume: see `state.find_checkpoint`.  Returns {"steps", "loss"} of the last step.
     """
     cfg = loads(config)
     world.status(operation="set-up")
     session = sessions.build(world, cfg)
-    start = _resume(session, resume)
-    with _RunFolder(session, start) as folder:
+    start, continues = _resume(session, resume)
+    with _RunFolder(session, start, continues) as folder:
         return _train(session, folder, start)
 
 
@@ -111,57 +112,50 @@ def _step(session: Session, step: int) -> _Made:
     return _Made(step, result, rate, tokens, begin, now(device), session.meter.cut())
 
 
-def _resume(session: Session, resume: str) -> int:
-    """The number of steps already made."""
+def _resume(session: Session, resume: str) -> tuple[int, bool]:
+    """The number of steps already made, and whether they were made in this run's folder."""
     if not resume:
-        return 0
-    root = sessions.checkpoints(session.cfg)
-    folder, session.notes = _chosen(session.world, root, resume)
+        return 0, False
+    folder, session.notes = _same_checkpoint(session, resume)
     if folder is None:
-        session.notes.append(f"no checkpoint in {root}: a new run")
-        return 0
+        session.notes.append(f"no checkpoint in {state.checkpoints(session.cfg)}: a new run")
+        return 0, False
     session.world.status(operation=f"reading {folder.name}")
     step = state.restore(session, folder)
     if step >= session.steps:
-        raise ConfigError(
-            f"{folder} has made all {session.steps} steps; ask for more with --set train.steps={session.steps * 2}."
-        )
+        train = session.cfg.train
+        more = f"epochs={2 * train.epochs}" if train.epochs else f"steps={2 * session.steps}"
+        raise ConfigError(f"{folder} has made all {session.steps} steps; ask for more with --set train.{more}.")
     session.notes.append(f"resumed from {folder}")
-    return step
+    return step, state.is_own(session.cfg, folder)
 
 
-def _chosen(world: World, root: Path, resume: str) -> tuple[Path | None, list[str]]:
+def _same_checkpoint(session: Session, resume: str) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from: rank 0 looks, the others are told, so that all read the same one."""
+    world = session.world
     if world.rank > 0:
-        name, _ = json.loads(world.store.get("interlace/resume"))
+        with world.waiting("choice of the checkpoint"):
+            name = world.store.get("interlace/resume").decode()
         return Path(name) if name else None, []
-    folder, notes = find(root) if resume == "auto" else _named(Path(resume))
-    world.store.set("interlace/resume", json.dumps([str(folder) if folder else "", notes]))
-    return folder, list(notes)
-
-
-def _named(place: Path) -> tuple[Path, tuple[str, ...]]:
-    """The checkpoint that a path means: itself, or the newest of a run folder."""
-    if not (place / "checkpoints").is_dir():
-        return place, find(place, place)[1]
-    folder, notes = find(place / "checkpoints")
-    if folder is None:
-        raise CheckpointError(f"{place} holds no checkpoint; give --resume another folder, or leave it out.")
+    folder, notes = state.find_checkpoint(session.cfg, resume)
+    world.store.set("interlace/resume", str(folder) if folder else "")
     return folder, notes
 
 
 class _RunFolder:
     """The run's files and its progress line; only rank 0 writes."""
 
-    def __init__(self, session: Session, start: int) -> None:
+    def __init__(self, session: Session, start: int, continues: bool) -> None:
         self.session = session
         self.start = start
+        self.continues = continues
         self.out = Path(session.cfg.run.out)
         self.writes = session.world.rank == 0
         self.last_loss = math.nan
         self.flops_per_token = spec.flops_per_token(session.model_cfg, session.cfg.data.sequence_length).total
         self.peak, self.peak_source = peak_flops(session.world.device, session.cfg.train.precision)
         self.origin: Moment | None = None
+        self.origin_at = 0.0
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> _RunFolder:
@@ -171,16 +165,14 @@ class _RunFolder:
             _token(session),
         )  # fmt: skip
         if self.writes:
-            self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "run.toml").write_text(cfg.to_toml(), encoding="utf-8")
-            (self.out / "error.json").unlink(missing_ok=True)
-            self.metrics = self._open("metrics.jsonl")
-            if not self.start:
-                (self.out / "events.jsonl").unlink(missing_ok=True)
+            with self._writing():
+                self._open()
             self.board = _tensorboard(self.out) if cfg.run.tensorboard else None
             self.progress = Progress(session.steps, resumed_from=self.start)
             for note in _opening_lines(self):
                 self.progress.note(note)
+        self.stack.enter_context(warnings.catch_warnings())
+        warnings.showwarning = self._warned
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -188,8 +180,8 @@ class _RunFolder:
             stack.enter_context(self.stack)
             if kind is None:
                 self.session.world.status(operation="finishing the checkpoint")
-                self.writer.finish()
-            else:
+                self.writer.close()
+            elif kind is NumericsError:  # on every rank alike: the checkpoint before it is worth the wait
                 self.writer.close()
         if self.writes:
             with contextlib.suppress(OSError, ValueError):
@@ -198,12 +190,32 @@ class _RunFolder:
                 self.board.close()
             self.progress.finish(f"run folder {self.out}" if kind is None else "")
 
-    def _open(self, name: str) -> TextIO:
-        """Opens a file of rows for appending; on resume, rows of steps that will be made again are dropped."""
-        path = self.out / name
-        kept = list(_rows_before(path, self.start)) if self.start else []
-        path.write_text("".join(kept), encoding="utf-8")
-        return self.stack.enter_context(open(path, "a", encoding="utf-8"))
+    def _open(self) -> None:
+        """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
+        (self.out / "run.toml").write_text(self.session.cfg.to_toml(), encoding="utf-8")
+        (self.out / "error.json").unlink(missing_ok=True)
+        metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
+        rows, past = [], []
+        if self.continues:
+            rows, past = _rows_until(metrics, self.start), _events_until(events, self.start)
+        metrics.write_text("".join(rows), encoding="utf-8")
+        events.write_text("".join(past), encoding="utf-8")
+        self.origin_at = max((json.loads(line)["end"] for line in past), default=0.0)
+        self.metrics = self.stack.enter_context(metrics.open("a", encoding="utf-8"))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ResourceError(
+                f"cannot write to {self.out}: {error.strerror or error}; make room, or choose another run.out."
+            ) from error
+
+    def _warned(self, message: Warning | str, *where: Any, **more: Any) -> None:
+        """A warning is one plain line, of rank 0."""
+        if self.writes:
+            self.progress.note(f"note: {message}")
 
     def save(self, step: int) -> None:
         self.writer.save(step, state.pieces(self.session), state.meta(self.session, step))
@@ -214,7 +226,7 @@ class _RunFolder:
         loss, norm = made.result.loss.item(), made.result.grad_norm.item()
         seconds = between(made.begin, made.end)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NumericsError(_not_finite(session, made.step, loss, norm), step=made.step, loss=loss, grad_norm=norm)
+            raise NumericsError(_not_finite(session, made, loss, norm), loss=loss, grad_norm=norm)
         self.last_loss = loss
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
@@ -234,13 +246,14 @@ class _RunFolder:
             "memory": _memory(session.world.device),
             "waited": waited,
         }
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
+        with self._writing():
+            self.metrics.write(json.dumps(row) + "\n")
+            self.metrics.flush()
+            if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
+                self._write_events(made, seconds)
         if self.board is not None:
             for key in ("loss", "grad_norm", "learning_rate", "tokens_per_s"):
                 self.board.add_scalar(key, row[key], made.step + 1)
-        if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
-            self._write_events(made, seconds)
         self.progress.step(row)
 
     def _mean_waited(self, record: Record) -> dict[str, float]:
@@ -255,7 +268,7 @@ class _RunFolder:
 
     def _write_events(self, made: _Made, seconds: float) -> None:
         self.origin = self.origin or made.begin
-        at = between(self.origin, made.begin)
+        at = self.origin_at + between(self.origin, made.begin)
         flops = int(made.tokens * self.flops_per_token / self.session.world.size)
         whole = Event(0, "step", "compute", f"step {made.step + 1}", at, at + seconds, 0, flops)
         write_jsonl(self.out / "events.jsonl", [whole, *made.record.events(0, made.begin, at)], append=True)
@@ -274,15 +287,27 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
     yield from session.notes
 
 
-def _rows_before(path: Path, step: int) -> Iterator[str]:
-    """The whole lines of rows up to `step`."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+def _rows_until(path: Path, step: int) -> list[str]:
+    """The whole lines of metrics of steps up to `step`."""
+    return [line for line, row in _lines(path) if row.get("step", 0) <= step]
+
+
+def _events_until(path: Path, step: int) -> list[str]:
+    """The whole lines of events before those of a step beyond `step`; a step's own event comes first."""
+    kept = []
+    for line, event in _lines(path):
+        if event.get("lane") == "step" and int(event["name"].split()[1]) > step:
+            break
+        kept.append(line)
+    return kept
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Lines that hold a JSON object; a killed run may leave part of one."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
         with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if row.get("step", 0) <= step and line.endswith("\n"):
-                yield line
+            if line.endswith("\n") and isinstance(row := json.loads(line), dict):
+                yield line, row
 
 
 def _token(session: Session) -> str:
@@ -291,19 +316,17 @@ def _token(session: Session) -> str:
     return f"{int(all_gather(own, session.groups.host, name='run token').wait().sum()):x}"
 
 
-def _not_finite(session: Session, step: int, loss: float, norm: float) -> str:
-    """Which rank and parameter went bad first, as far as this can still be seen."""
-    bad = next(
-        (
-            place.name
-            for place in session.model.placements(owned=True)
-            if not bool(place.leaf.detach()[place.leaf_start : place.leaf_stop].isfinite().all())
-        ),
-        None,
-    )
-    found = torch.tensor([1 if bad else 0])
-    ranks = all_gather(found, session.groups.host, name="search for NaN").wait().nonzero().flatten().tolist()
-    where = f"; weights that are not finite now: {bad} on this rank, ranks {ranks}" if bad else ""
+def _not_finite(session: Session, made: _Made, loss: float, norm: float) -> str:
+    """The sentence about a step without numbers: whose loss it was, or which weights it has reached.  Collective."""
+    own = torch.tensor([0 if math.isfinite(made.result.part.item()) else 1])
+    flags = all_gather(own, session.groups.host, name="search for NaN").wait()
+    ranks = ", ".join(map(str, flags.nonzero().flatten().tolist()))
+    places = list(session.model.placements(owned=True))
+    bad = [place.name for place in places if not place.leaf[place.leaf_start : place.leaf_stop].isfinite().all()]
+    where = f", from the samples of rank {ranks}" if ranks else ""
+    if not ranks and 0 < len(bad) < len(places):
+        where = f", in the gradient of {bad[0]}"
+    step = made.step
     return (
         f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}{where}; no checkpoint was written after "
         "it.  Resume from the one before with a lower learning rate, or look at the data of this step with "

@@ -9,9 +9,6 @@ import torch
 from interlace.config import TrainSection
 from interlace.parallel.data import DataParallel
 
-# What each optimizer keeps per element, by torch's own names.
-STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-
 
 def build(cfg: TrainSection, model: DataParallel) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or SGD; weight decay on matrices, none on norms and biases."""
@@ -20,6 +17,13 @@ def build(cfg: TrainSection, model: DataParallel) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum)
     fused = model.group.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=cfg.betas, eps=cfg.eps, fused=fused)
+
+
+def state_keys(cfg: TrainSection) -> tuple[str, ...]:
+    """What the optimizer keeps per element, by torch's own names."""
+    if cfg.optimizer == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if cfg.momentum > 0 else ()
 
 
 def learning_rate(cfg: TrainSection, step: int, steps: int) -> float:

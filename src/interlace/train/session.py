@@ -17,6 +17,7 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.plan.share import micro_batch_count
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
@@ -45,14 +46,10 @@ class Session:
 
     def batches(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.  A rank without a share gets one without labels."""
-        cfg, plan = self.cfg, self.cfg.plan
-        indices = self.dataset.indices(self.cursor, cfg.train.global_batch)
+        indices = self.dataset.indices(self.cursor, self.cfg.train.global_batch)
         dp = self.groups["dp"]
         own = shard(indices, dp.size, dp.rank)
-        count = plan.micro_batches
-        if plan.micro_batch_size:
-            most = -(-len(indices) // dp.size)
-            count = -(-most // plan.micro_batch_size)
+        count = micro_batch_count(self.cfg.plan, len(indices))
         return [self._batch(part, indices[0]) for part in micro_batches(own, count)]
 
     def _batch(self, part: list[int], stand_in: int) -> Batch:
@@ -80,6 +77,10 @@ def build(world: World, cfg: Config) -> Session:
     groups = make_groups(mesh, world.rank, world.device, cfg.run.timeout, meter)
     _agree(groups, dataset)
     decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
+    if world.device.type == "cuda":
+        from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
+
+        decoder.head.softmax_rows = softmax_rows
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
     model = DataParallel(
@@ -141,7 +142,3 @@ def _agree(groups: Groups, dataset: Dataset) -> None:
 def dropout_key(cfg: Config, step: int) -> int:
     """What the dropout masks of a step are drawn from."""
     return random.key(cfg.run.seed, "dropout", step)
-
-
-def checkpoints(cfg: Config) -> Path:
-    return Path(cfg.run.out) / "checkpoints"

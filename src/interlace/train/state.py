@@ -9,21 +9,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.checkpoint import Piece, Reader
+from interlace.checkpoint import Piece, Reader, find
+from interlace.config import Config
 from interlace.errors import CheckpointError
-from interlace.train.optimizer import STATE
-from interlace.train.session import Session
+from interlace.train.optimizer import state_keys
+
+if TYPE_CHECKING:
+    from interlace.train.session import Session
+
+EVALUATED_ALIKE = ("dropout", "attention_dropout")  # sizes of a model that may change on resume
+
+
+def checkpoints(cfg: Config) -> Path:
+    return Path(cfg.run.out) / "checkpoints"
+
+
+def find_checkpoint(cfg: Config, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `--resume` names, and notes on what was passed over; None: begin a new run.
+
+    resume: "" for a new run; "auto" for the newest checkpoint of the run's own folder, a new run if it has none; else a
+    run folder, its `checkpoints`, or one checkpoint.  Errors: `CheckpointError` when there is nothing valid, or a
+    checkpoint of another model or optimizer.
+    """
+    if not resume:
+        return None, []
+    place = checkpoints(cfg) if resume == "auto" else Path(resume)
+    if resume != "auto" and not place.is_dir():
+        raise CheckpointError(f"--resume {resume}: no such folder; give a run folder, a step-N folder in it, or auto.")
+    if (place / "checkpoints").is_dir():
+        place = place / "checkpoints"
+    several = place.name == "checkpoints" or any(place.glob("step-*"))
+    folder, notes = find(place) if several else find(place, place)
+    if folder is None and resume != "auto":
+        raise CheckpointError(f"--resume {resume}: {place} holds no finished checkpoint; give another folder.")
+    if folder is not None:
+        _check_meta(Reader(folder), cfg)
+    return folder, list(notes)
+
+
+def is_own(cfg: Config, folder: Path) -> bool:
+    """Whether a checkpoint lies in this run's own folder."""
+    return folder.resolve().parent == checkpoints(cfg).resolve()
 
 
 def pieces(session: Session) -> Iterator[Piece]:
     """Every element that this rank owns, of the main weights and of the optimizer's state."""
+    keys = state_keys(session.cfg.train)
     for place in session.model.placements(owned=True):
         kept = session.optimizer.state.get(place.leaf, {})
-        tensors = {"main": place.leaf.detach(), **{key: kept[key] for key in _state_keys(session) if key in kept}}
+        tensors = {"main": place.leaf.detach(), **{key: kept[key] for key in keys if key in kept}}
         for kind, tensor in tensors.items():
             part = tensor[place.leaf_start : place.leaf_stop]
             yield Piece(f"{kind}/{place.name}", place.shape, place.layout, place.start, place.stop, part)
@@ -42,11 +80,12 @@ def meta(session: Session, step: int) -> dict[str, Any]:
 
 
 def restore(session: Session, folder: Path) -> int:
-    """Loads a checkpoint into the session and returns its step.  Nothing is changed unless everything fits."""
+    """Loads a checkpoint into the session and returns its step.  Nothing changes unless names and shapes fit."""
     reader = Reader(folder)
-    _check(session, reader, folder)
+    _check_meta(reader, session.cfg)
+    _check_shapes(session, reader)
+    kinds = [key for key in state_keys(session.cfg.train) if any(name.startswith(f"{key}/") for name in reader.names)]
     state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-    kinds = [key for key in _state_keys(session) if any(name.startswith(f"{key}/") for name in reader.names)]
     for leaf in session.model.leaves():
         state[leaf] = {key: torch.zeros_like(leaf, requires_grad=False) for key in kinds}
     for place in session.model.placements(owned=False):
@@ -73,28 +112,33 @@ def _load_optimizer(session: Session, state: dict[torch.nn.Parameter, dict[str, 
     optimizer.load_state_dict(shell)
 
 
-def _check(session: Session, reader: Reader, folder: Path) -> None:
-    saved, own = reader.meta["model"], _plain(asdict(session.model_cfg))
-    different = [key for key in own if saved.get(key) != own[key] and key not in ("dropout", "attention_dropout")]
+def _check_meta(reader: Reader, cfg: Config) -> None:
+    """Refuses a checkpoint of another model or optimizer; before any process starts, and again on every rank."""
+    folder = reader.folder
+    missing = [key for key in ("model", "optimizer", "optimizer_step", "cursor") if key not in reader.meta]
+    if missing or not isinstance(reader.meta["model"], dict):
+        raise CheckpointError(f"{folder} was not written by a training run (no {missing or 'model'}); resume another.")
+    saved, own = reader.meta["model"], _plain(asdict(cfg.model_config()))
+    different = [key for key in own if saved.get(key) != own[key] and key not in EVALUATED_ALIKE]
     if different:
         pairs = ", ".join(f"{key} ({saved.get(key)} saved, {own[key]} asked)" for key in different[:6])
         raise CheckpointError(f"{folder} holds another model: {pairs}; use its [model] section, or start a new run.")
-    if reader.meta["optimizer"] != session.cfg.train.optimizer:
+    kind = reader.meta["optimizer"]
+    if kind != cfg.train.optimizer:
         raise CheckpointError(
-            f'{folder} holds the state of optimizer "{reader.meta["optimizer"]}", not of '
-            f'"{session.cfg.train.optimizer}"; set train.optimizer = "{reader.meta["optimizer"]}".'
+            f'{folder} holds the state of optimizer "{kind}", not of "{cfg.train.optimizer}"; set train.optimizer = '
+            f'"{kind}".'
         )
+
+
+def _check_shapes(session: Session, reader: Reader) -> None:
     for place in session.model.placements(owned=True):
         name = f"main/{place.name}"
         if name not in reader.names or tuple(reader.shape(name)) != place.shape:
             found = f"has shape {list(reader.shape(name))}" if name in reader.names else "is missing"
-            raise CheckpointError(f"{name} {found} in {folder}; the model has it as {list(place.shape)}.")
+            raise CheckpointError(f"{name} {found} in {reader.folder}; the model has it as {list(place.shape)}.")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """As JSON gives them back: tuples are lists."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _state_keys(session: Session) -> tuple[str, ...]:
-    return STATE[session.cfg.train.optimizer]

@@ -21,11 +21,15 @@ from interlace.train.data import IGNORED, Batch
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: mean over the step's `labels` valid labels; `grad_norm`: before clipping.  0-d tensors on the device."""
+    """`loss`: mean over the step's `labels` valid labels, `part` this rank's share of it; `grad_norm`: before clipping.
+
+    0-d tensors on the device.
+    """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     labels: int
+    part: torch.Tensor
 
 
 def forward_backward(
@@ -78,4 +82,4 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, clip and update."""
     loss, labels = forward_backward(model, micro_batches, host, dropout_key)
-    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm), labels)
+    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm), labels, loss[0])

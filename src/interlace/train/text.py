@@ -18,38 +18,19 @@ import json
 import os
 import platform
 import sysconfig
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from interlace.errors import DataError, nearest
+from interlace.tokenizer import Tokenizer, tokenizer
 
 CHUNK = 4 << 20  # characters tokenised at a time
-BYTES_END = 256  # the byte tokenizer's end-of-document id
 SUFFIXES = (".txt", ".jsonl")  # what a folder is searched for
 NO_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-
-# Ends of a document under their usual names, most specific first; used when no tokenizer_config.json says it.
-END_NAMES = (
-    "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>", "<|eot_id|>", "<|im_end|>",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """`encode` maps documents to their ids (int32, end ids included) and each document's number of ids without it."""
-
-    name: str
-    digest: str
-    end: int
-    end_name: str
-    size: int
-    encode: Callable[[Sequence[str]], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,88 +65,6 @@ class Text:
     skipped: tuple[str, ...]
     characters: int
     digest: str
-
-
-# ------------------------------------------------------------------------------------------------------ tokenizers
-
-
-def tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer of a run file: "bytes", or the path of a `tokenizer.json` or of the folder that holds one."""
-    return _byte_tokenizer() if spec == "bytes" else _file_tokenizer(Path(spec).expanduser())
-
-
-def _byte_tokenizer() -> Tokenizer:
-    def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        raw = [text.encode() for text in texts]
-        lengths = torch.tensor([len(one) for one in raw], dtype=torch.int64)
-        ids = torch.frombuffer(bytearray(b"\0".join(raw) + b"\0"), dtype=torch.uint8).to(torch.int32)
-        ids[(lengths + 1).cumsum(0) - 1] = BYTES_END
-        return ids, lengths
-
-    return Tokenizer("bytes", "bytes", BYTES_END, "id 256", BYTES_END + 1, encode)
-
-
-def _file_tokenizer(path: Path) -> Tokenizer:
-    from tokenizers import Tokenizer as Library
-
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f'the tokenizer {path} cannot be read ({error.strerror}); data.tokenizer is "bytes" or the path of a '
-            "tokenizer.json.",
-            file=str(path),
-        ) from error
-    try:
-        library = Library.from_buffer(raw)
-    except Exception as error:  # the library raises bare Exception and ValueError
-        raise DataError(
-            f"{path} is not a tokenizer.json that the tokenizers library reads ({error}).", file=str(path)
-        ) from error
-    library.no_truncation()  # both may be stored in the file, and would silently cut or lengthen documents
-    library.no_padding()
-    end = _end_of_document(library, path)
-
-    def encode(texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        ids, lengths = array("i"), []
-        for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False):
-            ids.extend(encoding.ids)
-            ids.append(end)
-            lengths.append(len(encoding.ids))
-        return torch.frombuffer(ids, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
-
-    end_name = f'"{library.id_to_token(end)}" (id {end})'
-    size = max(library.get_vocab(with_added_tokens=True).values()) + 1
-    digest = hashlib.sha256(raw + str(end).encode()).hexdigest()[:16]  # the end may come from the file next door
-    return Tokenizer(str(path), digest, end, end_name, size, encode)
-
-
-def _end_of_document(library: Any, path: Path) -> int:
-    """The id of the token that ends a document: what the file next door says, else the first usual name."""
-    config = path.with_name("tokenizer_config.json")
-    special = {token.content: number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    if config.is_file():
-        try:
-            stated = json.loads(config.read_bytes())["eos_token"]
-        except (ValueError, TypeError, KeyError, OSError):
-            stated = None  # no statement: the usual names decide
-        name = stated["content"] if isinstance(stated, dict) and "content" in stated else stated
-        if isinstance(name, str):
-            number = library.token_to_id(name)
-            if number is None:
-                raise DataError(f'{config} names the eos_token "{name}", which {path} does not hold.', file=str(config))
-            return int(number)
-    for name in END_NAMES:
-        if name in special:
-            return int(special[name])
-    found = ", ".join(special) or "none"
-    raise DataError(
-        f"{path} has no special token that ends a document (its special tokens: {found}); state it as eos_token in "
-        f"{config}.",
-        file=str(path),
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- sources
@@ -262,8 +161,9 @@ def _chunks(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _encode(good: list[Piece], words: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Ids (int32, every document with its end) and each document's number of ids without it."""
     try:
-        return words.encode([piece.text for piece in good])
+        ids, lengths = words.pack([piece.text for piece in good])
     except Exception as error:  # the library raises bare Exception and does not say for which document
         if len(good) > 1:
             for piece in good:
@@ -273,6 +173,7 @@ def _encode(good: list[Piece], words: Tokenizer) -> tuple[Tensor, Tensor]:
             file=good[0].file,
             line=good[0].line,
         ) from error
+    return torch.frombuffer(ids, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int64)
 
 
 def _check_vocabulary(good: list[Piece], ids: Tensor, counts: Tensor, vocab_size: int, words: Tokenizer) -> None:

@@ -1,0 +1,42 @@
+"""`interlace.parallelize` in a user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import interlace
+from interlace.launch import leave
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    yield
+    leave()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    plain.load_state_dict(module.state_dict())
+    model = interlace.parallelize(module, zero=3)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, plain)]
+    for step in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], atol=1e-6), name
+    assert model.group.size == 1
+
+
+def test_a_users_loop_trains_as_in_one_process(run_ranks: Callable[..., list[Any]]) -> None:
+    found = run_ranks("rank_functions_modules:own_loop", 3)
+    assert found == [[3, rank, "cpu"] for rank in range(3)]

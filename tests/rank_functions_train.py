@@ -1,0 +1,181 @@
+"""What the ranks of the tests of training run: several runs one after another, faults planted in our own code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from interlace.collectives import Handle, sum_scalars
+from interlace.config import loads
+from interlace.parallel import data, flat
+from interlace.train import clip, loop, step, verify
+from interlace.train import session as sessions
+from interlace.world import World
+
+
+def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """`loop.run` for each job in turn."""
+    return [loop.run(world, **job) for job in jobs]
+
+
+def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`verify.under_plan` for each job in turn, with its fault planted."""
+    found = []
+    for job in jobs:
+        with FAULTS[job.pop("fault", "none")](world.rank):
+            found.append(verify.under_plan(world, **job))
+    return found
+
+
+def faulty(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
+    """`verify.under_plan` with the fault that the environment names."""
+    with FAULTS[os.environ["INTERLACE_FAULT"]](world.rank):
+        return verify.under_plan(world, config, steps, folder)
+
+
+def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
+    """Every gradient element 1: the norm, and the largest element left after clipping to half of it."""
+    found = []
+    for config in configs:
+        model = sessions.build(world, loads(config)).model
+        for leaf in model.leaves():
+            leaf.grad = torch.zeros_like(leaf)
+        for place in model.placements(owned=False):
+            assert place.leaf.grad is not None
+            place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
+        norm = sum_scalars(clip.square_sum(model), [model.group])[0].sqrt()
+        clip.scale(model, norm, norm.item() / 2)
+        found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
+    return found
+
+
+def reductions(world: World, configs: list[str]) -> list[int]:
+    """Gradient reductions in one step."""
+    counts = []
+    for config in configs:
+        session = sessions.build(world, loads(config))
+        session.meter.reset_counts()
+        step.train_step(session.model, session.optimizer, session.batches(), session.groups.host)
+        counts.append(session.meter.calls["reduce_scatter", "dp"])
+    return counts
+
+
+def dies_at_step_2(world: World, config: str, resume: str = "") -> Any:
+    """A run whose rank 1 raises in its third step, while a checkpoint may be under way."""
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        if world.rank == 1 and world.mark.last.step == 2:
+            raise ValueError("boom")
+        return step.train_step(*arguments, **options)
+
+    with mock.patch.object(loop, "train_step", train_step):
+        return loop.run(world, config, resume)
+
+
+def nan_at_step_2(world: World, config: str, resume: str = "") -> Any:
+    """A run in whose third step the loss of rank 1's samples is not a number."""
+    plain = step.forward_backward
+
+    def forward_backward(*arguments: Any, **options: Any) -> tuple[torch.Tensor, int]:
+        loss, labels = plain(*arguments, **options)
+        return (loss * torch.nan if world.rank == 1 and world.mark.last.step == 2 else loss), labels
+
+    with mock.patch.object(step, "forward_backward", forward_backward):
+        return loop.run(world, config, resume)
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+def scaled_on_one_rank(rank: int) -> Any:
+    """(a) What a rank has reduced is off by a thousandth."""
+    plain = flat.Flat.reduce
+
+    def reduce(self: flat.Flat, *arguments: Any) -> Handle[torch.Tensor]:
+        handle = plain(self, *arguments)
+        return Handle(lambda: handle.wait().mul_(1.001)) if rank == 1 else handle
+
+    return mock.patch.object(flat.Flat, "reduce", reduce)
+
+
+def left_out(rank: int) -> Any:
+    """(b) One parameter's gradient is rank 0's alone."""
+    plain = flat.Flat.reduce
+
+    def reduce(self: flat.Flat, *arguments: Any) -> Handle[torch.Tensor]:
+        for member in self.members:
+            if member.name == "blocks.1.mlp.up.weight" and rank > 0:
+                assert self.grad is not None
+                self.grad[member.offset : member.offset + member.numel].zero_()
+        return plain(self, *arguments)
+
+    return mock.patch.object(flat.Flat, "reduce", reduce)
+
+
+def own_buffers(rank: int) -> Any:
+    """(c) zero=3 keeps every unit, each in a buffer of its own."""
+
+    def assign_slots(flats: Any, positions: Any, distance: int, share: bool) -> Any:
+        return flat.assign_slots(flats, positions, distance, share=False)
+
+    return mock.patch.object(data, "assign_slots", assign_slots)
+
+
+@contextlib.contextmanager
+def hidden_clones(rank: int) -> Iterator[None]:
+    """(c) zero=3 keeps a copy of every unit out of sight."""
+    hidden: dict[str, torch.Tensor] = {}
+    plain = flat.Flat.show
+
+    def show(self: flat.Flat) -> None:
+        plain(self)
+        if self.slot is not None:
+            hidden[self.name] = self.slot.reserve()[: self.numel].clone()
+
+    with mock.patch.object(flat.Flat, "show", show):
+        yield
+
+
+def mean_of_means(rank: int) -> Any:
+    """(d) A rank divides by its own number of labels."""
+
+    def all_gather(values: torch.Tensor, group: Any, **options: Any) -> Handle[torch.Tensor]:
+        return Handle.done(values.repeat(group.size))
+
+    return mock.patch.object(step, "all_gather", all_gather)
+
+
+def stale_weights(rank: int) -> Any:
+    """(e) Weights are not gathered again after an update."""
+    return mock.patch.object(data.DataParallel, "_drop_stale")
+
+
+def drifting_replica(rank: int) -> Any:
+    """(f) One replica's last update is off, which no loss shows any more."""
+    plain = verify._collect
+
+    def collect(world: World, folder: str, name: str, tensors: Any) -> int:
+        bump = 1e-6 if rank == 1 and name == "weight-plan" else 0.0
+        return plain(world, folder, name, ((key, tensor + bump) for key, tensor in tensors))
+
+    return mock.patch.object(verify, "_collect", collect)
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (
+        scaled_on_one_rank,
+        left_out,
+        own_buffers,
+        hidden_clones,
+        mean_of_means,
+        stale_weights,
+        drifting_replica,
+    )
+} | {"none": functools.partial(contextlib.nullcontext)}

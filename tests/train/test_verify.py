@@ -1,0 +1,147 @@
+"""The proof itself: it holds for every plan and kind of model, and every fault planted in our own code fails it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rank_functions_train as functions
+import runs
+from interlace.cli import app
+from interlace.config import Config
+from interlace.train import verify
+from interlace.train.verify import Account, Difference, Report, judge, lines
+
+FUNCTIONS = "rank_functions_train"
+FEATURES = {
+    "plain": [],
+    "micro batches": ["parallel.plan=dp=3 zero=3 micro_batches=2"],
+    "micro batches of one": ["parallel.plan=dp=3 zero=2 micro_batch_size=1", "train.global_batch=7"],
+    "selective": ["parallel.plan=dp=3 zero=3 recompute=selective", "model.attention_dropout=0.1"],
+    "full": ["parallel.plan=dp=3 zero=3 recompute=full", "model.dropout=0.1"],
+    "tied": ["model.tie_embeddings=true"],
+    "biases": ["model.norm=layernorm", "model.activation=gelu", "model.qkv_bias=true", "model.out_bias=true",
+               "model.mlp_bias=true", "model.qk_norm=true"],
+    "dropout": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+    "experts": ["model.num_experts=4", "model.expert_ffn_size=8", "model.router_aux_loss=0.1", "train.global_batch=2"],
+    "joined": ["data.documents=joined"],
+    "window": ["model.sliding_window=5", "model.window_layers=[0, 2]"],
+    "uneven": ["train.global_batch=5", "train.clip=0"],
+    "decay": ["train.weight_decay=0.5"],
+    "end of an epoch": ["parallel.plan=dp=3 zero=3 micro_batch_size=8", "train.global_batch=100"],
+}  # fmt: skip
+
+
+def prove(run: Callable[..., Any], jobs: list[tuple[Config, str]], folder: Path, steps: int = 2) -> list[Report]:
+    """Reports of several configurations of one world: its ranks start once, the references run in this process."""
+    jobs = [(verify.checked(cfg), fault) for cfg, fault in jobs]
+    argued, references, known = [], [], dict[str, tuple[Path, Any]]()
+    for number, (cfg, fault) in enumerate(jobs):
+        place = folder / f"job-{number}"
+        place.mkdir()
+        text = cfg.to_toml().replace(f'plan = "{cfg.plan}"', "")
+        if text not in known:
+            known[text] = place, verify.reference(runs.alone(), cfg.to_toml(), steps, str(place))
+        source, alone = known[text]
+        for file in source.glob("*-reference") if source != place else ():
+            (place / file.name).hardlink_to(file)
+        references.append(alone)
+        argued.append({"config": cfg.to_toml(), "steps": steps, "folder": str(place), "fault": fault})
+    world = jobs[0][0].plan.world
+    if world == 1:
+        found = [functions.verify_all(runs.alone(), argued)]
+    else:
+        found = run(f"{FUNCTIONS}:verify_all", world, {"jobs": argued})
+    return [
+        judge(cfg, folder / f"job-{number}", references[number], [rank[number] for rank in found])
+        for number, (cfg, _) in enumerate(jobs)
+    ]
+
+
+def explain(report: Report) -> str:
+    return "\n".join(lines(report))
+
+
+def zeros(folder: Path, dp: int) -> list[tuple[Config, str]]:
+    return [(runs.config(folder, f"dp={dp} zero={zero}", ["train.global_batch=7"]), "none") for zero in range(4)]
+
+
+@pytest.mark.parametrize("dp", [2, 3, 4])
+def test_every_zero_stage_equals_one_process(dp: int, run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    for report in prove(run_ranks, zeros(tmp_path, dp), tmp_path):
+        assert report.passed, explain(report)
+        assert len(report.accounts) == dp * 8
+
+
+def test_every_zero_stage_of_one_rank(tmp_path: Path) -> None:
+    for report in prove(pytest.fail, zeros(tmp_path, 1), tmp_path, steps=3):
+        assert report.passed, explain(report)
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+def test_every_kind_of_model_and_batch(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    jobs = [(runs.config(tmp_path, "dp=3 zero=3", overrides), "none") for overrides in FEATURES.values()]
+    for name, report in zip(FEATURES, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{name}\n{explain(report)}"
+
+
+def test_planted_faults(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    def job(fault: str, zero: int) -> tuple[Config, str]:
+        return runs.config(tmp_path, f"dp=2 zero={zero}"), fault
+
+    jobs = [
+        job("none", 3),
+        *(job("scaled_on_one_rank", zero) for zero in range(4)),
+        *(job("left_out", zero) for zero in range(4)),
+        job("own_buffers", 3),
+        job("hidden_clones", 3),
+        job("mean_of_means", 0),
+        job("stale_weights", 1),
+        job("drifting_replica", 0),
+        job("none", 0),
+    ]
+    reports = prove(run_ranks, jobs, tmp_path)
+    for (cfg, fault), report in zip(jobs, reports, strict=True):
+        assert report.passed == (fault == "none"), f"{fault} {cfg.plan}\n{explain(report)}"
+        if fault == "left_out":
+            assert report.first_beyond is not None
+            assert "blocks.1.mlp.up.weight" in report.first_beyond.name
+        if fault in ("own_buffers", "hidden_clones"):  # right numbers, kept by all: the accounts alone tell
+            assert report.first_beyond is None
+            assert "gives the right numbers but is not split" in explain(report)
+            what = "bytes of copies" if fault == "own_buffers" else "bytes of all tensors"
+            assert [a.rank for a in report.accounts if not a.holds and a.what == what] == [0, 1]
+        elif fault != "none":
+            assert "does NOT equal one process" in explain(report)
+
+
+@pytest.mark.ranks
+def test_the_command_says_the_first_difference_and_exits_with_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command and processes of its own, as a user meets it."""
+    monkeypatch.setattr(verify, "UNDER_PLAN", f"{FUNCTIONS}:faulty")
+    (tmp_path / "run.toml").write_text(runs.toml(tmp_path, "dp=2 zero=2"))
+    for fault, code in (("left_out", 5), ("none", 0)):
+        monkeypatch.setenv("INTERLACE_FAULT", fault)
+        done = CliRunner().invoke(app, ["verify", str(tmp_path / "run.toml"), "--steps", "2"])
+        assert done.exit_code == code, done.output
+        said = done.stdout.splitlines()
+        assert ("first beyond 1e-05: gradient of blocks.1.mlp.up.weight" in done.stdout) == (code == 5)
+        assert said[-1].startswith(
+            'verify: "dp=2 zero=2" ' + ("does NOT equal one process" if code else "equals one process (")
+        )
+
+
+def test_equality_and_accounts_have_an_edge() -> None:
+    assert Difference("x", 1e-5).equal
+    assert not Difference("x", 1.01e-5).equal
+    assert not Difference("x", float("nan")).equal
+    assert Account(0, "bytes", 101, 100).holds
+    assert not Account(0, "bytes", 102, 100).holds
+    assert not Account(0, "bytes", 98, 100).holds
+    assert not Account(0, "bytes", 4, 0).holds
