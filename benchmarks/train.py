@@ -104,10 +104,12 @@ def main() -> None:
     for row in rows:
         with tempfile.TemporaryDirectory() as folder:
             found = run(row, ranks, gpu, Path(folder) / "run")
+        compiled = "on" if row.compile else "off"
         lines.append(
-            f"| {row.model} | dp={ranks} zero={row.zero} | {row.per_rank} x {row.length} | {'on' if row.compile else 'off'} "
-            f"| {found['step_ms']:.1f} | {found['tokens_per_s_rank']:,.0f} | {found['mfu']:.1f} | {found['memory_gib']:.1f} "
-            f"| {found['waited_ms']:.1f} | {found['first_loss']:.3f}, {found['last_loss']:.3f} |"
+            f"| {row.model} | dp={ranks} zero={row.zero} | {row.per_rank} x {row.length} | {compiled} "
+            f"| {found['step_ms']:.1f} | {found['tokens_per_s_rank']:,.0f} | {found['mfu']:.1f} "
+            f"| {found['memory_gib']:.1f} | {found['waited_ms']:.1f} "
+            f"| {found['first_loss']:.3f}, {found['last_loss']:.3f} |"
         )
         print("\n".join(lines), flush=True)
         if given.out:

@@ -13,14 +13,14 @@ Run = Callable[..., list[Any]]
 RANKS = "rank_functions_data"
 
 
-@pytest.mark.parametrize(("world", "recompute"), [(1, False), (2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(("world", "recompute"), [(1, False), (2, True), (3, False), (4, False)])
 def test_a_user_module_trains_as_in_one_process(run_ranks: Run, world: int, recompute: bool) -> None:
     """Also deepspeedai/DeepSpeed#777: a layer nobody uses and a branch of rank 0 alone neither hang nor differ."""
     run_ranks(f"{RANKS}:user_module", world, {"recompute": recompute})
 
 
 def test_a_decoder_trains_as_in_one_process(run_ranks: Run) -> None:
-    run_ranks(f"{RANKS}:decoder", 3)
+    run_ranks(f"{RANKS}:decoder", 2)
 
 
 def test_the_loss_is_the_global_mean_however_labels_are_spread(run_ranks: Run) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from interlace.checkpoint import Piece, Writer
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError
 from interlace.models.decoder import Decoder, initialise
-from interlace.serve import tokenizer as tokenizers
 from interlace.serve.generate import _choose, generate, load, sample_text
-from interlace.train import text
+from interlace.tokenizer import tokenizer
+from tokenizer_files import byte_level
 
 torch.set_num_threads(1)
 
@@ -266,84 +265,13 @@ def test_text_ends_before_the_end_of_a_document(tmp_path: Path) -> None:
 
 
 def test_an_empty_prompt_begins_a_document_and_the_end_gives_no_text() -> None:
-    model, words = small(), tokenizers.tokenizer("bytes")
+    model, words = small(), tokenizer("bytes")
     ids = list(generate(model, [256], 9, seed=1, stop=256, context=8))
     assert "".join(sample_text(model, words, "", 9, seed=1, context=8)) == bytes(ids).decode(errors="replace")
     with torch.no_grad():
         model.head.output.weight.zero_()  # equal logits: the lowest id
     assert "".join(sample_text(model, words, "", 3, temperature=0, context=8)) == "\0\0\0"
     assert list(sample_text(model, dataclasses.replace(words, end=0), "", 3, temperature=0, context=8)) == []
-
-
-@pytest.mark.parametrize("written", ["naïve €5 😀!", "plain", "", "日本"])
-def test_a_character_comes_whole(written: str) -> None:
-    words = tokenizers.tokenizer("bytes")
-    pieces = list(tokenizers.stream(words, list(written.encode())))
-    assert pieces == list(written)
-
-
-@pytest.mark.parametrize("raw", [b"a\xffb", b"ok\xe2\x82", b"\xe2\x82", b"\xf0\x9f\x98a\x80"])
-def test_bytes_that_are_no_text_are_replaced(raw: bytes) -> None:
-    words = tokenizers.tokenizer("bytes")
-    assert "".join(tokenizers.stream(words, list(raw))) == raw.decode(errors="replace")
-
-
-def test_the_end_stands_for_no_text() -> None:
-    words = tokenizers.tokenizer("bytes")
-    assert words.decode([97, 256, 98]) == "ab"
-    assert words.encode("é") == [0xC3, 0xA9]
-
-
-# --- tokenizer files
-
-SAMPLE = "def naïve(€): 😀\n\treturn 日本"
-
-
-def byte_level(folder: Path, special: list[str]) -> Path:
-    """A byte-level tokenizer.json with a few merges: characters beyond ASCII take several ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=270, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    library.train_from_iterator(["def return def return"] * 3, trainer)
-    library.enable_truncation(3)
-    library.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
-@pytest.mark.parametrize("stated", [None, "<pad>", {"content": "</s>"}])
-def test_a_file_gives_the_ids_and_the_end_of_training(tmp_path: Path, stated: Any) -> None:
-    spec = str(byte_level(tmp_path, ["<pad>", "</s>", "<|endoftext|>"]))
-    if stated is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
-    here, there = tokenizers.tokenizer(spec), text.tokenizer(spec)
-    ids, lengths = there.encode([SAMPLE])
-    assert here.end == there.end
-    assert here.encode(SAMPLE) == ids[:-1].tolist()
-    assert len(here.encode(SAMPLE)) == int(lengths[0]) > 20
-    assert here.decode([*here.encode(SAMPLE), here.end]) == SAMPLE
-    assert "".join(tokenizers.stream(here, here.encode(SAMPLE))) == SAMPLE
-    assert not any("\ufffd" in piece for piece in tokenizers.stream(here, here.encode(SAMPLE)))
-
-
-def test_both_know_the_same_usual_ends() -> None:
-    assert (tokenizers.END_NAMES, tokenizers.BYTES_END) == (text.END_NAMES, text.BYTES_END)
-
-
-def test_unusable_tokenizer_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="with which the run was trained, cannot be read"):
-        tokenizers.tokenizer(str(tmp_path / "none.json"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
-        tokenizers.tokenizer(str(tmp_path))
-    spec = str(byte_level(tmp_path, ["<pad>"]))
-    with pytest.raises(DataError, match="no token that ends a document"):
-        tokenizers.tokenizer(spec)
 
 
 def test_a_run_with_a_tokenizer_file(tmp_path: Path) -> None:

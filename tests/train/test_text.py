@@ -1,4 +1,4 @@
-"""Sources and tokenizers: what becomes a document, and which sentence refuses what does not."""
+"""Sources of text: what becomes a document, and which sentence refuses what does not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from interlace.errors import DataError
 from interlace.train import text as texts
 from interlace.train.text import Text
+from tokenizer_files import word_level
 
 BIG = "x" * 5_000_000
 
@@ -259,28 +260,9 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------- tokenizers
 
-WORDS = ("[UNK]", "<pad>", "</s>", "the", "cat", "sat", "down")
-
-
-def word_tokenizer(folder: Path, special: tuple[str, ...] = ("<pad>", "</s>"), *, cut: bool = False) -> Path:
-    """A word-level tokenizer.json whose ids are places in WORDS; `cut` stores a truncation and a template in it."""
-    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
-
-    library = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    library.normalizer = normalizers.Strip()
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens([AddedToken(name, special=True) for name in special])
-    if cut:
-        library.enable_truncation(2)
-        library.enable_padding(pad_id=1, pad_token="<pad>", length=6)
-        library.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
-    path = folder / "tokenizer.json"
-    library.save(str(path))
-    return path
-
 
 def test_tokenizer_file(tmp_path: Path) -> None:
-    spec = word_tokenizer(tmp_path, cut=True)
+    spec = word_level(tmp_path, cut=True)
     path = jsonl(tmp_path / "a.jsonl", {"text": "the cat sat down"}, {"text": "sat"})
     text = read(path, spec=str(spec), vocab=7)
     assert documents(text) == [[3, 4, 5, 6], [5]]  # the stored truncation, padding and template are not applied
@@ -291,36 +273,9 @@ def test_tokenizer_file(tmp_path: Path) -> None:
 
 
 def test_an_end_spelt_in_the_text_ends_nothing(tmp_path: Path) -> None:
-    spec = word_tokenizer(tmp_path)
+    spec = word_level(tmp_path)
     text = read(jsonl(tmp_path / "a.jsonl", {"text": "the </s> cat"}, {"text": "sat"}), spec=str(spec))
     assert documents(text) == [[3, 2, 4], [5]]
-
-
-def test_end_is_what_the_configuration_next_door_says(tmp_path: Path) -> None:
-    spec = str(word_tokenizer(tmp_path))
-    config = tmp_path / "tokenizer_config.json"
-    digests = set()
-    for stated, end in (("<pad>", 1), ({"content": "<pad>"}, 1), (None, 2)):
-        config.write_text(json.dumps({"eos_token": stated}))
-        assert texts.tokenizer(spec).end == end
-        digests.add(texts.tokenizer(spec).digest)
-    assert len(digests) == 2  # the end is part of what the tokenizer does
-    config.write_text(json.dumps({"eos_token": "<gone>"}))
-    assert 'names the eos_token "<gone>"' in refusal(lambda: texts.tokenizer(spec))
-
-
-def test_tokenizer_without_an_end_lists_its_special_tokens(tmp_path: Path) -> None:
-    spec = word_tokenizer(tmp_path, special=("<pad>",))
-    message = refusal(lambda: texts.tokenizer(str(spec)))
-    assert "its special tokens: <pad>" in message
-    assert "eos_token" in message
-
-
-def test_unusable_tokenizer_files(tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text("{}")
-    assert "is not a tokenizer.json" in refusal(lambda: texts.tokenizer(str(tmp_path / "bad.json")))
-    assert "cannot be read" in refusal(lambda: texts.tokenizer(str(tmp_path / "none.json")))
-    assert "cannot be read" in refusal(lambda: texts.tokenizer("byte"))
 
 
 def test_document_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
@@ -335,7 +290,7 @@ def test_document_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_token_id_outside_the_vocabulary_names_id_and_place(tmp_path: Path) -> None:
-    spec = str(word_tokenizer(tmp_path))
+    spec = str(word_level(tmp_path))
     path = jsonl(tmp_path / "a.jsonl", {"text": "the cat"}, {"text": ""}, {"text": "cat down sat"}, {"text": "down"})
     with pytest.raises(DataError) as caught:
         read(path, spec=spec, vocab=6, skip=True)
@@ -349,7 +304,7 @@ def test_token_id_outside_the_vocabulary_names_id_and_place(tmp_path: Path) -> N
 
 
 def test_text_that_gives_no_token_is_an_empty_document(tmp_path: Path) -> None:
-    spec = str(word_tokenizer(tmp_path))
+    spec = str(word_level(tmp_path))
     path = jsonl(tmp_path / "a.jsonl", {"text": "the"}, {"text": "   "}, {"text": "cat"})
     assert refusal(lambda: read(path, spec=spec)).startswith(f"{path}:2: an empty document")
     text = read(path, spec=spec, skip=True)

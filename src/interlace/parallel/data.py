@@ -212,8 +212,9 @@ class DataParallel(nn.Module):
             start, stop = (bound - flat.held[0] for bound in flat.own)
             total += torch.linalg.vector_norm(flat.gradient()[start:stop], dtype=torch.float64).square()
         norm = sum_scalars(total, [self.group], name="gradient norm").sqrt()[0]
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-        torch._foreach_mul_([leaf.grad for leaf in self.leaves() if leaf.grad is not None], factor)
+        for leaf in self.leaves():
+            if leaf.grad is not None:
+                leaf.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

@@ -11,15 +11,14 @@ and a text cut anywhere and continued from there under the same seed is the same
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from interlace import config, random, spec
-from interlace.checkpoint import MANIFEST, Reader, find
+from interlace import random, spec
+from interlace.checkpoint import Reader, configuration, newest
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, nearest
 from interlace.models.decoder import Decoder
@@ -32,13 +31,8 @@ def load(run_or_checkpoint: str | Path, device: torch.device | str) -> tuple[Dec
     The model is in evaluation.  CheckpointError: no checkpoint, a damaged one, or one whose weights are not, by name
     and shape, those of its own configuration.  DataError: the tokenizer's file has gone.
     """
-    reader = Reader(_newest(Path(run_or_checkpoint)))
-    text = reader.meta.get("config")
-    if not isinstance(text, str):
-        raise CheckpointError(f"{reader.folder} does not hold its run file: use a checkpoint that a run has saved")
-    cfg = config.loads(text, where=f"the run file in {reader.folder}")
-    saved = reader.meta.get("model")  # the dimensions themselves: a preset or folder may have changed since
-    model_cfg = cfg.model_config() if saved is None else ModelConfig.of(saved)
+    reader = Reader(newest(run_or_checkpoint))
+    cfg, model_cfg = configuration(reader)
     _check_weights(reader, model_cfg)
     words = tokenizer(cfg.data.tokenizer)
     model = Decoder(model_cfg, device, torch.float32).eval().requires_grad_(False)
@@ -147,20 +141,6 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int, key: int, place: i
     high, low = random.bits(key, 2 * place, 2).tolist()
     drawn = ((high << 32 | low) >> 11) * 2.0**-53
     return int(ids[int((cumulative <= drawn * cumulative[-1]).sum().clamp(max=len(ids) - 1))])
-
-
-def _newest(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the newest valid one of a run folder (or of its `checkpoints`)."""
-    if (path / MANIFEST).exists():
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    folder, notes = find(root)
-    if folder is None:
-        raise CheckpointError(f"{path} holds no checkpoint: name a run folder, or a step-N folder in its checkpoints")
-    for note in notes:
-        if "passed over" in note:
-            warnings.warn(f"{root}: {note}", stacklevel=3)
-    return folder
 
 
 def _check_weights(reader: Reader, cfg: ModelConfig) -> None:

@@ -12,8 +12,9 @@ CHUNK = 4096
 def square_sum(model: DataParallel) -> torch.Tensor:
     """Sum of squares of the gradient elements that this rank has to count: fp64, [1].
 
-    Under zero=0 every rank holds all gradients, so only rank 0 of the data axis counts them.  Squares are added in
-    fp32 over fixed chunks, and the chunks in fp64, so that the sum does not lose small elements beside large ones.
+    Under zero=0 every rank holds all gradients, so only rank 0 of the data axis counts them.  Fixed chunks have their
+    norm in fp32, one read of memory and no copy; their squares are added in fp64, so that the sum does not lose small
+    elements beside large ones.
     """
     total = torch.zeros(1, dtype=torch.float64, device=model.group.device)
     if not model.sharded and model.group.rank != 0:
@@ -21,10 +22,10 @@ def square_sum(model: DataParallel) -> torch.Tensor:
     for leaf in model.leaves():
         if leaf.grad is None:
             continue
-        grad = leaf.grad.detach().float() if leaf.dtype != torch.float64 else leaf.grad.detach()
-        whole = grad.numel() // CHUNK * CHUNK
-        total += grad[:whole].view(-1, CHUNK).square().sum(dim=1).double().sum()
-        total += grad[whole:].square().sum().double()
+        whole = leaf.grad.numel() // CHUNK * CHUNK
+        chunks, rest = leaf.grad[:whole].view(-1, CHUNK), leaf.grad[whole:]
+        total += torch.linalg.vector_norm(chunks, dim=1).double().square().sum()
+        total += rest.double().square().sum()
     return total
 
 

@@ -7,17 +7,15 @@ one shard of the result is in memory.
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from interlace import config, hf_config, tokenizer
-from interlace.checkpoint import MANIFEST, Reader, find
-from interlace.config import ModelConfig
-from interlace.errors import CheckpointError, ConfigError, DataError, ResourceError, nearest
+from interlace import hf_config, tokenizer
+from interlace.checkpoint import Reader, configuration, newest
+from interlace.errors import ConfigError, DataError, ResourceError, nearest
 from interlace.models.weights import save_hf
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -35,13 +33,8 @@ def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = 
     if dtype not in DTYPES:
         near = nearest(dtype, DTYPES)
         raise ConfigError(f"export writes bf16 or fp32, found {dtype}" + (f"; nearest is {near}" if near else ""))
-    reader = Reader(_newest(Path(run_or_checkpoint)))
-    text = reader.meta.get("config")
-    if not isinstance(text, str):
-        raise CheckpointError(f"{reader.folder} does not hold its run file: export a checkpoint that a run has saved")
-    cfg = config.loads(text, where=f"the run file in {reader.folder}")
-    saved = reader.meta.get("model")  # the dimensions themselves: a preset or folder may have changed since
-    model_cfg = cfg.model_config() if saved is None else ModelConfig.of(saved)
+    reader = Reader(newest(run_or_checkpoint))
+    cfg, model_cfg = configuration(reader)
     hf_config.to_hf(model_cfg)  # refuses before anything is read
     words = _tokenizer_file(cfg.data.tokenizer)
     destination = Path(destination)
@@ -73,17 +66,3 @@ def _tokenizer_file(spec: str) -> Path | None:
             f"the tokenizer {path}, with which the run was trained, is not there; put it back", file=str(path)
         )
     return path
-
-
-def _newest(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the newest valid one of a run folder (or of its `checkpoints`)."""
-    if (path / MANIFEST).exists():
-        return path
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    folder, notes = find(root)
-    if folder is None:
-        raise CheckpointError(f"{path} holds no checkpoint: name a run folder, or a step-N folder in its checkpoints")
-    for note in notes:
-        if "passed over" in note:
-            warnings.warn(f"{root}: {note}", stacklevel=3)
-    return folder

@@ -1,0 +1,1 @@
+"""Peers, each with its best flags, around the same single-device model."""
