@@ -56,7 +56,7 @@ class Variant:
 def random_batch(cfg: ModelConfig, sequences: int, length: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(100 + rank)
     tokens = torch.randint(0, cfg.vocab_size, (sequences, length + 1), generator=generator)
-    positions = torch.arange(length).expand(sequences, length)
+    positions = torch.arange(length).repeat(sequences, 1)
     numbers = torch.arange(sequences) + rank * sequences
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, positions * 0, numbers, False)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def cuts(numel: int, world: int, seed: int) -> list[int]:
     return [0, *sorted(inner.randint(0, numel) for _ in range(world - 1)), numel]
 
 
-def pieces(values: dict[str, torch.Tensor], rank: int, world: int, seed: int = 0) -> Iterable[Piece]:
+def pieces(values: Mapping[str, torch.Tensor], rank: int, world: int, seed: int = 0) -> Iterable[Piece]:
     for name, value in values.items():
         start, stop = cuts(value.numel(), world, seed)[rank : rank + 2]
         yield Piece(name, tuple(value.shape), "(N M)/dp", start, stop, value.reshape(-1)[start:stop])
@@ -41,9 +42,23 @@ def pieces(values: dict[str, torch.Tensor], rank: int, world: int, seed: int = 0
 
 def save(root: Path, step: int, world: int = 1, seed: int = 0, keep: int = 0) -> Path:
     """All ranks of one run, as threads; the values are those of `tensors(step + seed)`."""
-    writers = [Writer(root, rank, world, 20, keep, token=f"run{step}_{seed}") for rank in range(world)]
+    meta = {"config": "abc", "step": step}
+    return save_values(root, step, tensors(step + seed), meta, world, keep, token=f"run{step}_{seed}")
+
+
+def save_values(
+    root: Path,
+    step: int,
+    values: Mapping[str, torch.Tensor],
+    meta: dict[str, Any],
+    world: int = 2,
+    keep: int = 0,
+    token: str = "run",
+) -> Path:
+    """Every rank holds a range of every tensor."""
+    writers = [Writer(root, rank, world, 20, keep, token) for rank in range(world)]
     for rank, writer in enumerate(writers):
-        writer.save(step, pieces(tensors(step + seed), rank, world), {"config": "abc", "step": step})
+        writer.save(step, pieces(values, rank, world), meta)
     for writer in writers:
         writer.close()
     return root / f"step-{step}"

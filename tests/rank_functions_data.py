@@ -291,6 +291,11 @@ def labelled(cfg: ModelConfig, counts: Sequence[int], length: int = 16) -> tuple
     return tokens[:, :-1], labels
 
 
+def decoders(world: World) -> None:
+    decoder(world)
+    label_counts(world)
+
+
 def decoder(world: World) -> None:
     """A meta-device decoder filled range by range, its loss a sum divided by the global count."""
     group = whole_group(world)
@@ -320,7 +325,9 @@ def decoder(world: World) -> None:
                 zero=zero,
                 units=("embedding", "blocks.*", "head"),
                 gradients="sum",
-                materialise=lambda name, start, stop, table=table: value(table[name], 3, start, stop - start),
+                materialise=lambda name, start, stop, table=table, value=value: value(
+                    table[name], 3, start, stop - start
+                ),
                 dims={name: p.dims for name, p in table.items()},
                 decay={name: p.decay for name, p in table.items()},
             )

@@ -1,10 +1,11 @@
-"""What the ranks of test_launch.py run."""
+"""What the ranks of test_launch.py and test_world.py run."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -147,3 +148,9 @@ def joined(rank: int, size: int, port: int, folder: str, fault: str = "") -> Non
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(report, file)
     leave()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

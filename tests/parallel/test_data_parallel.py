@@ -19,12 +19,8 @@ def test_a_user_module_trains_as_in_one_process(run_ranks: Run, world: int, reco
     run_ranks(f"{RANKS}:user_module", world, {"recompute": recompute})
 
 
-def test_a_decoder_trains_as_in_one_process(run_ranks: Run) -> None:
-    run_ranks(f"{RANKS}:decoder", 2)
-
-
-def test_the_loss_is_the_global_mean_however_labels_are_spread(run_ranks: Run) -> None:
-    run_ranks(f"{RANKS}:label_counts", 4)
+def test_a_decoder_trains_as_in_one_process_however_its_labels_are_spread(run_ranks: Run) -> None:
+    run_ranks(f"{RANKS}:decoders", 4)
 
 
 def test_tied_weights_are_one_tensor_at_every_stage(run_ranks: Run) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import save_values
 from interlace import config, random
-from interlace.checkpoint import Piece, Writer
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError
 from interlace.models.decoder import Decoder, initialise
@@ -54,26 +54,12 @@ def logits_after(model: Decoder, tokens: list[int]) -> torch.Tensor:
         return model.eval()(torch.tensor([tokens]))[0, -1]
 
 
-def save(root: Path, step: int, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> None:
-    """As a run on two ranks does: half of every tensor each."""
-    writers = [Writer(root, rank, 2, 20, token=f"run{step}") for rank in range(2)]
-    for rank, writer in enumerate(writers):
-        pieces = []
-        for name, tensor in tensors.items():
-            flat = tensor.detach().reshape(-1)
-            start, stop = ((0, len(flat) // 2), (len(flat) // 2, len(flat)))[rank]
-            pieces.append(Piece(name, tuple(tensor.shape), "(N M)/dp", start, stop, flat[start:stop]))
-        writer.save(step, pieces, meta)
-    for writer in writers:
-        writer.close()
-
-
 def save_run(out: Path, model: Decoder, step: int = 7, **change: torch.Tensor | None) -> Path:
     tensors: dict[str, Any] = {f"main/{name}": tensor for name, tensor in model.named_parameters()}
     tensors |= {"exp_avg/embedding.weight": torch.zeros(257, 12)} | change
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     meta = {"config": run_config().to_toml(), "model": dataclasses.asdict(model.cfg)}
-    save(out / "checkpoints", step, present, meta)
+    save_values(out / "checkpoints", step, present, meta)
     return out
 
 
@@ -249,7 +235,7 @@ def test_weights_that_are_not_the_models_are_refused_by_name(
 def test_folders_without_a_usable_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load(tmp_path, "cpu")
-    save(tmp_path, 3, {"main/embedding.weight": torch.zeros(4, 3)}, {})
+    save_values(tmp_path, 3, {"main/embedding.weight": torch.zeros(4, 3)}, {})
     with pytest.raises(CheckpointError, match="does not hold its run file"):
         load(tmp_path, "cpu")
 
@@ -280,7 +266,7 @@ def test_a_run_with_a_tokenizer_file(tmp_path: Path) -> None:
     model = Decoder(cfg.model_config())
     initialise(model, cfg.model_config(), 1)
     tensors = {f"main/{name}": tensor for name, tensor in model.named_parameters()}
-    save(tmp_path / "checkpoints", 1, tensors, {"config": cfg.to_toml()})  # without the resolved dimensions
+    save_values(tmp_path / "checkpoints", 1, tensors, {"config": cfg.to_toml()})  # without the resolved dimensions
     loaded, words, _ = load(tmp_path, "cpu")
     assert isinstance(loaded.cfg, ModelConfig)
     assert loaded.cfg.vocab_size == 270

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import save_values
 from interlace import config
-from interlace.checkpoint import Piece, Writer
 from interlace.config import Config
 from interlace.errors import CheckpointError, ConfigError, DataError, ResourceError
 from interlace.models.decoder import Decoder, initialise
@@ -40,24 +40,14 @@ def run_config(more: str = "", tokenizer: str = "bytes") -> Config:
 
 
 def save_run(out: Path, cfg: Config, change: dict[str, torch.Tensor | None] | None = None, step: int = 3) -> Decoder:
-    """A checkpoint of two ranks, each holding half of every tensor, and an optimizer's state that is not exported."""
+    """A checkpoint of two ranks, with an optimizer's state that is not exported."""
     model = Decoder(cfg.model_config())
     initialise(model, cfg.model_config(), step)
     tensors: dict[str, Any] = {f"main/{name}": tensor.detach() for name, tensor in model.named_parameters()}
     tensors |= {f"exp_avg/{name}": torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
     tensors |= change or {}
     meta = {"config": cfg.to_toml(), "model": dataclasses.asdict(cfg.model_config())}
-    writers = [Writer(out / "checkpoints", rank, 2, 20, token=f"run{step}") for rank in range(2)]
-    for rank, writer in enumerate(writers):
-        pieces = []
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                cut = (0, tensor.numel() // 2, tensor.numel())[rank : rank + 2]
-                part = tensor.reshape(-1)[cut[0] : cut[1]]
-                pieces.append(Piece(name, tuple(tensor.shape), "(N M)/dp", *cut, part))
-        writer.save(step, pieces, meta)
-    for writer in writers:
-        writer.close()
+    save_values(out / "checkpoints", step, {name: value for name, value in tensors.items() if value is not None}, meta)
     return model
 
 

@@ -1,0 +1,205 @@
+"""A rank's place in the world, joining it, and the mark of where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from interlace import launch, world
+from interlace.errors import ConfigError, Hang, InterlaceError
+from interlace.failure import Position
+from rank_functions_launch import free_port, joined
+
+FUNCTIONS = "rank_functions_launch"
+
+
+def join_two(folder: Path, fault: str) -> list[dict[str, Any]]:
+    import multiprocessing
+
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    processes = [context.Process(target=joined, args=(rank, 2, port, str(folder), fault)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        process.close()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(30)
+def test_join_by_environment(tmp_path: Path) -> None:
+    reports = join_two(tmp_path, "")
+    for report in reports:
+        assert "error" not in report
+        assert report["result"]["sum"] == 1.0
+        assert {*report["listening"]} == {"0100007F"}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(30)
+def test_joined_ranks_explain_each_other(tmp_path: Path) -> None:
+    first, second = (report["error"] for report in join_two(tmp_path, "raise"))
+    assert second["message"] == "rank 1 failed at step 3 during forward: ValueError: boom"
+    assert first["message"] == f"stopped because {second['message']}"
+    assert first["exit_code"] == second["exit_code"] == 3
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(30)
+def test_joined_ranks_report_a_hang(tmp_path: Path) -> None:
+    first, second = (report["error"] for report in join_two(tmp_path, "other"))
+    for error in (first, second):
+        assert error["error"] == "Hang"
+        operations = {row["operation"] for row in error["details"]["ranks"]}
+        assert operations == {"all_reduce(gradients)", "broadcast(weights)"}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "from interlace.launch import join, leave, under_launcher\n"
+        f"from {FUNCTIONS} import total\n"
+        "assert under_launcher()\n"
+        "world = join(20, 'cpu')\n"
+        "result = total(world, 10)\n"
+        "with open(os.path.join(sys.argv[1], f'{world.rank}.json'), 'w') as file:\n"
+        "    json.dump(result, file)\n"
+        "leave()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads((tmp_path / f"{rank}.json").read_text())["sum"] for rank in range(2)] == [21.0, 21.0]
+
+
+@pytest.mark.timeout(20)
+def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+    assert not launch.under_launcher()
+    alone = launch.join(5, "cpu")
+    try:
+        value = torch.ones(2)
+        torch.distributed.all_reduce(value)
+        alone.barrier("alone")
+        assert value.tolist() == [1.0, 1.0]
+        assert (alone.rank, alone.size, alone.local_rank) == (0, 1, 0)
+    finally:
+        launch.leave()
+    launch.leave()
+    assert not torch.distributed.is_initialized()
+
+
+def sign_in(ranks: list[tuple[int, int]], limit: float) -> dict[int, InterlaceError | None]:
+    """What `arrive` says to ranks given as (rank, world size), one thread each over one store."""
+    import torch
+    from torch.distributed import HashStore
+
+    store, said = HashStore(), dict[int, InterlaceError | None]()
+
+    def one(index: int, rank: int, size: int) -> None:
+        try:
+            world.arrive(world.World(rank, size, rank, torch.device("cpu"), store, 5.0), limit)
+            said[index] = None
+        except InterlaceError as error:
+            said[index] = error
+
+    threads = [threading.Thread(target=one, args=(index, *rank)) for index, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join()
+    return said
+
+
+@pytest.mark.timeout(20)
+def test_arrival_names_what_is_wrong() -> None:
+    assert {*sign_in([(2, 3), (0, 3), (1, 3)], 5).values()} == {None}
+    for error in sign_in([(0, 4), (1, 4), (3, 4)], 0.3).values():
+        assert type(error) is Hang
+        assert str(error) == "ranks missing: [2] of 4 did not arrive within 0.3 s"
+    for error in sign_in([(0, 3), (1, 2)], 5).values():
+        assert type(error) is ConfigError
+        assert "WORLD_SIZE is 3 on rank 0 but 2 on rank 1" in str(error)
+    late = sign_in([(0, 2), (1, 2), (2, 3)], 5)
+    assert (late[0], late[1]) == (None, None)
+    assert "WORLD_SIZE is 2 on rank 0 but 3 on rank 2" in str(late[2])
+    twice = [error for error in sign_in([(0, 2), (0, 2), (1, 2)], 5).values() if error is not None]
+    assert len(twice) == 1
+    assert f"rank 0 is already taken by pid {os.getpid()}" in str(twice[0])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[003-007,12]", "gpu003"), ("a1,b2", "a1"), ("login", "login"), ("n[7,9]-ib", "n7-ib")],
+)
+def test_slurm_places(nodes: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2",
+              "SLURM_LOCALID": "1", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_JOB_ID": "77",
+              "SLURM_STEP_NODELIST": nodes}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    place = world.find_place()
+    assert place == world.Place(5, 16, 1, 8, host, 20000 + (31 * 77 + 2))
+    monkeypatch.delenv("SLURM_STEP_ID")  # a batch script is not a rank, whatever its SLURM_PROCID
+    assert world.find_place() is None
+
+
+def test_a_broken_environment_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert not launch.under_launcher()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not"):
+        launch.under_launcher()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "ten")
+    with pytest.raises(ConfigError, match="'ten'"):
+        launch.under_launcher()
+    monkeypatch.setenv("MASTER_PORT", "10")
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="rank 2 does not exist in a world of 2"):
+        launch.under_launcher()
+
+
+def test_status_is_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "status"
+    path.write_bytes(bytes(world.Status.SIZE))
+    writer, reader = world.Status(str(path)), world.Status(str(path))
+    assert reader.read() == Position()
+    for at in (Position(0, "forward", 1.5, False, 0), Position(None, "ü" * 100, 2.5, True, 2**40)):
+        writer.write(at)
+        assert reader.read() == at
+    writer.write(Position(1, "é" * 101 + "x"))
+    assert reader.read().operation == "é" * 100
+
+
+def test_waiting_marks_and_unmarks() -> None:
+    import torch
+    from torch.distributed import HashStore
+
+    here = world.World(0, 1, 0, torch.device("cpu"), HashStore())
+    here.status(4, "forward")
+    with here.waiting("outer"), here.waiting("inner"):
+        assert here.mark.read() == here.mark.last
+        assert (here.mark.last.operation, here.mark.last.waiting, here.mark.last.waits) == ("inner", True, 2)
+    assert (here.mark.last.step, here.mark.last.operation, here.mark.last.waiting) == (4, "forward", False)
+    with pytest.raises(KeyError), here.waiting("all_gather(x)"):
+        raise KeyError
+    assert here.mark.last.where() == "at step 4 during all_gather(x)"
