@@ -1,4 +1,4 @@
-"""What a failure is called: causes and consequences, details that survive the way, and which rank is the odd one out."""
+"""What a failure is called: causes and consequences, details that survive the way, and the rank that is the odd one."""
 
 from __future__ import annotations
 
