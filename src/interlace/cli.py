@@ -12,6 +12,7 @@ Everything heavy is imported inside a command.  Exit codes are those of `interla
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -69,7 +70,7 @@ def train(
         place = find_place()
         with _said_once(place):
             cfg = load(run or None, set_, parallel or None, place.size if place else None)
-            where = _device(device, cfg.plan.world, place is not None)
+            where = _device(device, cfg.plan.world, place)
             _check(cfg, where, place)
             _check_folder(cfg, resume)
         argument = {"config": cfg.to_toml(), "resume": resume}
@@ -205,13 +206,8 @@ def _check(cfg: Config, device: str, place: Place | None = None) -> None:
             'run.reproducible = "plan" is not available in this release; use "none" (run.deterministic = true gives '
             "the same bits run to run for one plan)."
         )
-    if cfg.run.tensorboard:
-        try:
-            import tensorboard  # noqa: F401
-        except ImportError:
-            raise errors.ConfigError(
-                "run.tensorboard = true needs TensorBoard; install interlace[tensorboard]."
-            ) from None
+    if cfg.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise errors.ConfigError("run.tensorboard = true needs TensorBoard; install interlace[tensorboard].")
     if cfg.plan.overlap == "off":
         raise errors.PlanError(
             "the parallel plan asks for overlap=off, which is not available in this release; leave it out."
@@ -247,15 +243,12 @@ def _free(out: Path) -> Path:
     return candidate
 
 
-def _device(asked: str, ranks: int, joined: bool = False) -> str:
+def _device(asked: str, ranks: int, place: Place | None = None) -> str:
     """ "cpu" or "cuda"; "auto" takes GPUs when there are enough for the ranks on this machine."""
-    if asked not in ("auto", "cpu", "cuda"):
-        raise errors.ConfigError(f'--device is "{asked}"; use auto, cpu or cuda.')
-    if asked != "auto":
-        return asked
-    import torch
+    from interlace.world import choose_device
 
-    return "cuda" if torch.cuda.device_count() >= (1 if joined else ranks) else "cpu"
+    rank, size = (place.local_rank, place.local_size) if place else (0, ranks)
+    return choose_device(asked, rank, size).type
 
 
 def _memory_per_rank(device: str, local_ranks: int) -> int | None:

@@ -95,7 +95,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, the product rounded no further than `total` is."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b)
+        torch.addmm(total, a, b, out=total)
     elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
