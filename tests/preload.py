@@ -4,4 +4,6 @@ import poison
 
 poison.install()
 
+import torch._dynamo  # noqa: E402, F401 - optimizers and checkpointing import it: 1.5 s that ranks then share
+
 import interlace.launch  # noqa: E402, F401 - after the poison, which stands even if this import fails

@@ -56,6 +56,9 @@ from interlace.world import (
 
 __all__ = ["World", "join", "leave", "run_local", "under_launcher"]
 
+# What the fork server imports once, beside the first target's module: torch._dynamo is a second and a half that
+# optimizers and checkpointing would cost every rank.
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "interlace.launch")
 START_LIMIT = 60.0  # seconds a local rank may take to import the target's module before it is called missing
 SETTLE = 0.1  # seconds between a failure and its verdict: an earlier one may be on its way
 KILL_GRACE = 0.3  # seconds between SIGTERM and SIGKILL after a failure
@@ -194,7 +197,7 @@ def run_local(
         ranks: list[_Rank] = []
         try:
             for index in range(world):
-                ranks.append(_start(folder, index))
+                ranks.append(_start(folder, index, module))
             if on_start is not None:
                 on_start([rank.process.pid for rank in ranks])
             results = _watch(ranks, folder, timeout, received)
@@ -207,7 +210,7 @@ def run_local(
     return results
 
 
-def _start(folder: str, index: int) -> _Rank:
+def _start(folder: str, index: int, module: str) -> _Rank:
     """One more process from the forkserver, which is started at the first call and has torch imported."""
     context = multiprocessing.get_context("forkserver")
     path = f"{folder}/status-{index}"
@@ -220,7 +223,7 @@ def _start(folder: str, index: int) -> _Rank:
         arguments = (theirs, streams, dict(os.environ), folder, index)
         process = context.Process(target=_rank_main, args=arguments, name=f"rank {index}")
         if server._preload_modules == ["__main__"]:  # the default: the program has not chosen its own
-            context.set_forkserver_preload(["torch", "torch.distributed", "interlace.launch"])
+            context.set_forkserver_preload([*PRELOADED, module])
         with _quiet_server():
             process.start()
     for end in (theirs, *streams):

@@ -14,7 +14,6 @@ the choice is made by `Pattern.plain` alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -28,14 +27,6 @@ from torch import Tensor, nn
 from interlace import random
 from interlace.config import ModelConfig
 from interlace.models.layers import Context, Linear, rotate
-
-varlen_attn: Any = None  # stays None in a torch without it
-VARLEN_OPTIONS: frozenset[str] = frozenset()
-with contextlib.suppress(ImportError):
-    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
-# torch 2.11 takes fewer kv heads as they are, later ones want it said.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN_OPTIONS else {}
 
 
 class Pattern:
@@ -154,15 +145,28 @@ def _varlen(
     """Flash attention over runs of the flattened batch; the window counts keys before the query, -1 = all."""
     reach = (-1 if window is None else window - 1, 0)
     q, k, v = q_BTHE.flatten(0, 1), k_BTKE.flatten(0, 1), v_BTKE.flatten(0, 1)
-    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=reach, **GROUPED)
+    kernel, options = _varlen_kernel()
+    # torch 2.11 takes fewer kv heads as they are, later ones want it said
+    grouped = {"enable_gqa": True} if "enable_gqa" in options else {}
+    out: Tensor = kernel(q, k, v, offsets, offsets, longest, longest, window_size=reach, **grouped)
     return out.view_as(q_BTHE)
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Any, frozenset[str]]:
+    """PyTorch's `varlen_attn` and its options; found when a GPU needs it, since its module takes a second to import."""
+    try:
+        found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:
+        return None, frozenset()
+    return found, frozenset(inspect.signature(found).parameters)
 
 
 def _varlen_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether flash attention takes these tensors: half precision, compute capability 8, head size 8, 16, .. 256."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
         return False
-    if "window_size" not in VARLEN_OPTIONS:
+    if "window_size" not in _varlen_kernel()[1]:
         say_once("this torch has no varlen_attn with a window: documents and windows attend through a mask")
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

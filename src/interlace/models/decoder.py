@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         dropout_key: int = 0,
         columns_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the cross-entropies of all labels that are not -100, their number): an fp32 (fp64 for fp64) and an int64 scalar.
+        """(sum of the cross-entropies of all labels that are not -100, their number): fp32 (fp64 of fp64) and int64.
 
         The sum, not a mean: add sums and numbers of all micro-batches and ranks, then divide once.  The balance loss
         of a router comes in as coefficient * sum over sequences of (labels of the sequence * balance loss of the

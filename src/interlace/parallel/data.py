@@ -41,6 +41,8 @@ from interlace.parallel.state import load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes
 from interlace.plan.zero import backward_list
 
+IN_FLIGHT = 2  # units whose gradients travel at the same time
+
 
 class DataParallel(nn.Module):
     """Wraps `module` so that every rank of `group` holds and updates its part of it.
@@ -57,6 +59,7 @@ class DataParallel(nn.Module):
             gradients are fp32 (fp64 for fp64 parameters).
         wire_dtype: dtype in which gradients travel; None = that of the main gradients.
         ahead: units gathered ahead of the one that computes.
+        overlap: False runs every transfer by itself, for comparison: nothing is gathered ahead, nothing waits later.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
@@ -76,6 +79,7 @@ class DataParallel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
         ahead: int = 1,
+        overlap: bool = True,
         materialise: Materialise | None = None,
         dims: dict[str, str] | None = None,
         decay: dict[str, bool] | None = None,
@@ -88,7 +92,8 @@ class DataParallel(nn.Module):
         self.module = module
         self.group = group
         self.zero = zero
-        self.ahead = ahead
+        self.overlap = overlap
+        self.ahead = ahead if overlap else 0
         self.sync = True
         self._scale = 1.0 / group.size if gradients == "mean" else 1.0
         self._wire = wire_dtype
@@ -107,10 +112,10 @@ class DataParallel(nn.Module):
             flat.build(group.device, materialise)
         if materialise is not None:
             leave_meta(module, self.flats, group.device)
-        self.slots = self._make_slots()
+        self.slots = self._make_slots(distance=ahead + 1)
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
-        self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, ahead)]
+        self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
         self._register_hooks()
         for flat in self.flats:
             if flat.slot is None:
@@ -280,10 +285,10 @@ class DataParallel(nn.Module):
         for tensor in state:
             tensor.copy_(broadcast(tensor.contiguous(), self.group, name="initial values").wait())
 
-    def _make_slots(self) -> list[Slot]:
+    def _make_slots(self, distance: int) -> list[Slot]:
         flats = [flat for unit in self.units for flat in unit.flats]
         positions = [unit.position for unit in self.units for _ in unit.flats]
-        shared = assign_slots(flats, positions, self.ahead + 1, share=self.zero == 3)
+        shared = assign_slots(flats, positions, distance, share=self.zero == 3)
         return shared + assign_slots(self.root.flats, [0] * len(self.root.flats), 1, share=False)
 
     def _register_hooks(self) -> None:
@@ -465,10 +470,11 @@ class DataParallel(nn.Module):
                 flat.gather()
         elif self.sync and unit.trainable:
             unit.reduced = True
-            if self.zero >= 2:  # bounds the gradients in flight to two units
-                while len(self._reductions) >= 2:
-                    self._deliver()
+            while len(self._reductions) >= IN_FLIGHT:
+                self._deliver()
             self._reductions.append((unit, [flat.reduce(self._scale, self._wire) for flat in unit.trainable]))
+            while self._reductions and not self.overlap:
+                self._deliver()
 
     def _deliver(self) -> None:
         unit, handles = self._reductions.popleft()

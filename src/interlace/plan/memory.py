@@ -36,8 +36,8 @@ LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 class Memory:
     """Bytes on the most loaded rank at the worst moment, the beginning of backward.
 
-    gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of gradient reductions,
-    beyond what activations have given back by then.
+    gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of the two gradient
+    reductions that may be under way.
     """
 
     parameters: int
@@ -106,11 +106,7 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
     if plan.zero >= 2:
         gradients += 4 * sum(run.held(plan.zero) for run in split_runs)
     travelling = [run for run in runs if run.ways > 1]
-    transfer = 4 * sum(run.numel for run in travelling)
-    if plan.zero >= 2:
-        transfer = min(transfer, 4 * _adjacent(travelling, 2))
-    else:
-        transfer = max(0, transfer - activations - logits)
+    transfer = 4 * _adjacent(travelling, 2)
     return Memory(
         parameters=4 * held + compute * copied,
         gradients=gradients + compute * max(run.largest for run in runs),

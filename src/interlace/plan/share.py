@@ -122,7 +122,8 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     if plan.zero == 3:
         chosen = engine.slots([run.cut.total for run in inner], range(len(inner)), distance=2)
         regather = [run.unit != "embedding" for run in inner]
-        counts = engine.gathers_per_step(chosen, regather, ahead=1, micro_batches=micro_batch_count(plan, batch))
+        ahead = 1 if plan.overlap == "on" else 0
+        counts = engine.gathers_per_step(chosen, regather, ahead, micro_batch_count(plan, batch))
         times |= dict(zip((run.unit for run in inner), counts, strict=True))
     for run in found:
         whole, partial = Layout.parse("U"), Layout.parse("U +dp")
