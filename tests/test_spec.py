@@ -199,7 +199,8 @@ def counted(
     tokens = torch.randint(0, cfg.vocab_size, (batch, length))
     with warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
         warnings.simplefilter("ignore")  # that dropout writes attention out
-        loss, _ = model.loss(tokens, tokens)
+        with torch.set_grad_enabled(backward):  # the loss makes its gradients in forward
+            loss, _ = model.loss(tokens, tokens)
         if backward:
             loss.backward()
     found = {str(name): flops for name, flops in counter.get_flop_counts()["Global"].items()}

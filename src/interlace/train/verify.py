@@ -210,7 +210,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
 def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
     """The same steps through the engine.  The second step, by when everything is in place, is accounted."""
     cfg = loads(config)
-    before = _live_storages()
+    gc.freeze()  # tensors that are there already are not this plan's
     session = sessions.build(world, cfg)
     model = session.model
     found: dict[str, Any] = {"losses": [], "digests": {}}
@@ -223,7 +223,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         if step == 0:
             found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients())
         if step == 1:
-            found["resident"] = _resident(session, before)
+            found["resident"] = _resident(session)
             found["flops"] = _products(counter)
         total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip)
         found["losses"].append(total.item())
@@ -233,6 +233,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
                 found["sent"][collective] = found["sent"].get(collective, 0) + nbytes
         session.advance()
     found["digests"]["weight"] = _collect(world, folder, "weight-plan", model.whole_parameters())
+    gc.unfreeze()
     return found
 
 
@@ -253,8 +254,8 @@ def _write(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
     save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, f"{folder}/{name}")
 
 
-def _resident(session: sessions.Session, before: set[int]) -> dict[str, int]:
-    """Bytes by kind, from the storages; "other" is every further tensor that lives on this rank."""
+def _resident(session: sessions.Session) -> dict[str, int]:
+    """Bytes by kind, from the storages; "other" is every further tensor that was made since and lives on this rank."""
     kinds: dict[str, list[torch.Tensor]] = session.model.resident_tensors()
     kinds["optimizer"] = [
         value
@@ -262,7 +263,7 @@ def _resident(session: sessions.Session, before: set[int]) -> dict[str, int]:
         for value in kept.values()
         if isinstance(value, torch.Tensor) and value.numel() > 1
     ]
-    seen = set(before)
+    seen: set[int] = set()
     sizes = {}
     for kind, tensors in kinds.items():
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -274,11 +275,8 @@ def _resident(session: sessions.Session, before: set[int]) -> dict[str, int]:
     return sizes
 
 
-def _live_storages() -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in _tensors()}
-
-
 def _tensors() -> Iterator[torch.Tensor]:
+    """Every tensor that the collector sees: not those frozen."""
     gc.collect()
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and not thing.is_meta:
