@@ -49,7 +49,8 @@ def vocabulary_loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: Sof
     x_ND and weight_VD in one floating dtype, labels_N int64.  The gradient of the weight is added up in fp32 over the
     pieces and rounded once.
     """
-    return _VocabularyLoss.apply(x_ND, weight_VD, labels_N, rows)  # type: ignore[no-untyped-call]
+    learns = torch.is_grad_enabled()  # inside `forward` it never is, and weights always ask for gradients
+    return _VocabularyLoss.apply(x_ND, weight_VD, labels_N, rows, learns)  # type: ignore[no-untyped-call]
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -58,8 +59,8 @@ class _VocabularyLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: SoftmaxRows) -> Tensor:
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: SoftmaxRows, learns: bool) -> Tensor:
+        wants_x, wants_weight = (learns and wanted for wanted in ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
         dx_ND = torch.empty_like(x_ND) if wants_x else None
         sums_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if wants_weight else None
@@ -83,6 +84,7 @@ class _VocabularyLoss(torch.autograd.Function):
         return (
             None if dx_ND is None else dx_ND * dloss.to(dx_ND.dtype),
             None if dweight_VD is None else dweight_VD * dloss.to(dweight_VD.dtype),
+            None,
             None,
             None,
         )
