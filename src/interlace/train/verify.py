@@ -18,6 +18,7 @@ import functools
 import gc
 import math
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ from interlace.world import World
 TOLERANCE = 1e-5
 RESIDENT_TOLERANCE = 0.01
 LEARNING_RATE = 0.1
+LOOKS = 20  # at the tensors in memory, a twentieth of a second apart
 SLICE = 8  # sequences that the reference computes at a time
 UNDER_PLAN = f"{__name__}:under_plan"  # what the plan's ranks run; a test of the proof itself sets a faulty one
 
@@ -255,7 +257,10 @@ def _write(folder: str, name: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _resident(session: sessions.Session) -> dict[str, int]:
-    """Bytes by kind, from the storages; "other" is every further tensor that was made since and lives on this rank."""
+    """Bytes by kind, from the storages; "other" is every further tensor that was made since and lives on this rank.
+
+    gloo's threads let go of the last message's buffers a moment after the wait for it, hence several looks.
+    """
     kinds: dict[str, list[torch.Tensor]] = session.model.resident_tensors()
     kinds["optimizer"] = [
         value
@@ -269,9 +274,14 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         sizes[kind] = sum(nbytes for pointer, nbytes in storages.items() if pointer not in seen)
         seen |= storages.keys()
-    live = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
     seen |= {t.untyped_storage().data_ptr() for t in session.dataset.tensors()}
-    sizes["other"] = sum(nbytes for pointer, nbytes in live.items() if pointer not in seen)
+    known = sum(sizes.values())
+    for _ in range(LOOKS):
+        live = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}
+        sizes["other"] = sum(nbytes for pointer, nbytes in live.items() if pointer not in seen)
+        if sizes["other"] <= RESIDENT_TOLERANCE * known:
+            break
+        time.sleep(0.05)
     return sizes
 
 
