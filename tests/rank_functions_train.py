@@ -14,7 +14,8 @@ import torch
 from interlace.collectives import Handle, sum_scalars
 from interlace.config import loads
 from interlace.parallel import data, flat
-from interlace.train import clip, loop, step, verify
+from interlace.parallel import norm as norms
+from interlace.train import loop, step, verify
 from interlace.train import session as sessions
 from interlace.world import World
 
@@ -49,8 +50,8 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
         for place in model.placements(owned=False):
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
-        norm = sum_scalars(clip.square_sum(model), [model.group])[0].sqrt()
-        clip.scale(model, norm, norm.item() / 2)
+        norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
+        norms.scale(model.leaves(), norm, norm.item() / 2)
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
     return found
 

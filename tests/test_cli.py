@@ -79,7 +79,6 @@ def file(tmp_path: Path) -> str:
         (["--parallel", "tp=2"], r"splits over tp, which this release does not execute .*nearest that works is .dp=2"),
         (["--parallel", "dp=2 shard=2"], r"splits over shard, .*the nearest that works is \"dp=2\""),
         (["--parallel", "dp=2 micro_batches=5"], r"asks for 5 micro-batches, found 4 .*: the nearest that works is"),
-        (["--parallel", "dp=2 overlap=off"], r"overlap=off, which is not available"),
         (["--set", "model.ffn_size=1000000000"], r"needs [\d.]+ GiB a rank .*found .*GiB"),
         (["--device", "gpu"], r"device 'gpu' is unknown; did you mean 'cpu'"),
         (["--resume", "nowhere"], r"--resume nowhere: no such folder"),

@@ -208,10 +208,6 @@ def _check(cfg: Config, device: str, place: Place | None = None) -> None:
         )
     if cfg.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise errors.ConfigError("run.tensorboard = true needs TensorBoard; install interlace[tensorboard].")
-    if cfg.plan.overlap == "off":
-        raise errors.PlanError(
-            "the parallel plan asks for overlap=off, which is not available in this release; leave it out."
-        )
     if cfg.train.compile and device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         raise errors.ConfigError("train.compile = true needs a C++ compiler on the CPU; install g++, or leave it out.")
     ranks = place.size if place else cfg.plan.world

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import Group, Handle, broadcast, sum_scalars
 from interlace.errors import ConfigError
+from interlace.parallel import norm as norms
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots, leave_meta
 from interlace.parallel.state import load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes
@@ -206,20 +207,21 @@ class DataParallel(nn.Module):
             if flat.trainable:
                 yield from flat.whole(flat.gradient())
 
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares of the gradient elements that this rank has to count: fp64, [1].
+
+        What every rank holds is counted by the first rank of the group.
+        """
+        counted = [flat for flat in self._trainable if flat.sharded or self.group.rank == 0]
+        return norms.square_sum((leaf for flat in counted for leaf in flat.leaves), self.group.device)
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
 
-        Returns the norm before, fp64, 0-d, the same on every rank.  Equals `torch.nn.utils.clip_grad_norm_` in one
-        process; that function, called here, would see one rank's shard.
+        Returns the norm before, fp64, 0-d, the same on every rank.
         """
-        total = torch.zeros(1, dtype=torch.float64, device=self.group.device)
-        for flat in self._trainable:
-            start, stop = (bound - flat.held[0] for bound in flat.own)
-            total += torch.linalg.vector_norm(flat.gradient()[start:stop], dtype=torch.float64).square()
-        norm = sum_scalars(total, [self.group], name="gradient norm").sqrt()[0]
-        for leaf in self.leaves():
-            if leaf.grad is not None:
-                leaf.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        norm = sum_scalars(self.square_sum(), [self.group], name="gradient norm").sqrt()[0]
+        norms.scale(self.leaves(), norm, max_norm)
         return norm
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from interlace.collectives import Group, all_gather, sum_scalars
+from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
-from interlace.train import clip
 from interlace.train.data import IGNORED, Batch
 
 
@@ -62,10 +62,10 @@ def update(
 
     Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
     """
-    totals = sum_scalars(torch.cat([loss, clip.square_sum(model)]), [model.group], name="loss and norm")
+    totals = sum_scalars(torch.cat([loss, model.square_sum()]), [model.group], name="loss and norm")
     norm = totals[1].sqrt()
     if clip_norm > 0:
-        clip.scale(model, norm, clip_norm)
+        norms.scale(model.leaves(), norm, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return totals[0], norm

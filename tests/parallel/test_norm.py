@@ -11,7 +11,7 @@ import torch
 
 import runs
 from interlace import spec
-from interlace.train import clip
+from interlace.parallel import norm as norms
 from interlace.train import session as sessions
 
 ODD = ["model.tie_embeddings=true", "model.norm=layernorm", "model.qkv_bias=true"]
@@ -38,10 +38,10 @@ def test_equals_torch_on_one_process(tmp_path: Path) -> None:
         leaf.grad = torch.randn(leaf.shape, generator=generator) * 10.0 ** (number % 5 - 2)
     plain = [leaf.grad.double().clone() for leaf in model.leaves() if leaf.grad is not None]
     norm = torch.linalg.vector_norm(torch.cat(plain))
-    found = clip.square_sum(model)[0].sqrt()
+    found = model.square_sum()[0].sqrt()
     assert found.item() == pytest.approx(norm.item(), rel=1e-7)
-    clip.scale(model, found, 2 * norm.item())  # below the limit nothing changes
+    norms.scale(model.leaves(), found, 2 * norm.item())  # below the limit nothing changes
     assert all(torch.equal(leaf.grad.double(), was) for leaf, was in zip(model.leaves(), plain, strict=True))
-    clip.scale(model, found, 1.0)
+    norms.scale(model.leaves(), found, 1.0)
     for leaf, was in zip(model.leaves(), plain, strict=True):
         torch.testing.assert_close(leaf.grad.double(), was / norm, rtol=1e-5, atol=0)
