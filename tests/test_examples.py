@@ -54,7 +54,7 @@ def test_run_files_of_the_documents_load() -> None:
 
 def test_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`interlace (\w+)", text))
+    named = set(re.findall(r"`interlace ([a-z]+)", text))
     known = set(re.findall(r"^  (\w+) ", run("-m", "interlace", "--help"), re.M))
     assert named
     assert named <= known
