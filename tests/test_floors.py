@@ -35,11 +35,12 @@ def table() -> dict[str, Part]:
             parts[name] = Part(floor, frozenset(below.split()), frozenset(third_party.split()))
 
     # Floor 0: the standard library only, step by step.
-    words = "errors forms config hf_config mesh"
+    words = "errors forms model_config config hf_config mesh"
     values = "layout topology spec schedule events"
     ground = f"{words} {values} plan report"
     add(0, "errors", "")
     add(0, "forms", "errors")
+    add(0, "model_config", "errors forms")
     add(0, "config hf_config mesh", words)
     add(0, "layout", words)
     add(0, "topology spec schedule events", f"{words} layout")
@@ -56,7 +57,7 @@ def table() -> dict[str, Part]:
     add(2, "checkpoint", f"{first} failure world collectives", "torch safetensors")
     second = f"{first} failure world collectives launch checkpoint"
     # Floor 3: kernels are given sizes, never a run's configuration.
-    add(3, "kernels", " ".join({*second.split()} - {"forms", "config", "hf_config"}), "torch triton")
+    add(3, "kernels", " ".join({*second.split()} - {"forms", "model_config", "config", "hf_config"}), "torch triton")
     # Floor 4: siblings; models know nothing of processes.
     add(4, "parallel", f"{second} kernels", "torch")
     add(4, "models", f"{ground} random", "torch safetensors")

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.config import ModelConfig, RopeScaling
 from interlace.errors import ConfigError, nearest
+from interlace.model_config import ModelConfig, RopeScaling
 
 MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen3_moe")
 ARCHITECTURES = {

@@ -1,0 +1,146 @@
+"""How big a model is: the dimensions and switches that `spec` counts and `models` builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from interlace.errors import ConfigError
+from interlace.forms import (
+    Above0,
+    Amount,
+    Count,
+    OneOf,
+    Positive,
+    Probability,
+    Range,
+    Section,
+    closest,
+)
+
+
+@dataclass(frozen=True)
+class RopeScaling(Section):
+    """How rotary frequencies are stretched beyond the trained context, in the terms of Hugging Face `rope_scaling`.
+
+    `llama3` uses factor, low_freq_factor, high_freq_factor, original_max_position_embeddings; `linear` only factor;
+    `yarn` factor, original_max_position_embeddings, beta_fast, beta_slow, attention_factor (None = derived from
+    factor, or from mscale and mscale_all_dim where both are set) and truncate.
+    """
+
+    _place: ClassVar[str] = "model.rope_scaling"
+
+    type: Annotated[str, OneOf(("llama3", "linear", "yarn"))]
+    factor: Annotated[float, Range(low=1)]
+    low_freq_factor: Above0 = 1.0
+    high_freq_factor: Above0 = 4.0
+    original_max_position_embeddings: Positive | None = None
+    attention_factor: Above0 | None = None
+    beta_fast: Above0 = 32.0
+    beta_slow: Above0 = 1.0
+    mscale: Amount | None = None
+    mscale_all_dim: Amount | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type in ("llama3", "yarn") and self.original_max_position_embeddings is None:
+            raise ConfigError(
+                f"model.rope_scaling of type {self.type} needs original_max_position_embeddings, found none: "
+                "give the context length that the weights were trained with"
+            )
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"model.rope_scaling.high_freq_factor must be above low_freq_factor {self.low_freq_factor:g}, "
+                f"found {self.high_freq_factor:g}"
+            )
+        if self.type == "yarn" and self.beta_fast < self.beta_slow:
+            raise ConfigError(
+                f"model.rope_scaling.beta_fast must be at least beta_slow {self.beta_slow:g}, found {self.beta_fast:g}"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig(Section):
+    """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
+
+    `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
+    every layer once `sliding_window` (positions seen, itself included) is set.
+    """
+
+    _place: ClassVar[str] = "model"
+
+    vocab_size: Positive
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    ffn_size: Positive
+    norm: Annotated[str, OneOf(("rmsnorm", "layernorm"))] = "rmsnorm"
+    norm_eps: Above0 = 1e-5
+    activation: Annotated[str, OneOf(("swiglu", "gelu"))] = "swiglu"
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Above0 = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: Positive = 2048
+    sliding_window: Positive | None = None
+    window_layers: tuple[Count, ...] | None = None
+    tie_embeddings: bool = False
+    dropout: Probability = 0.0
+    attention_dropout: Probability = 0.0
+    num_experts: Count = 0
+    experts_per_token: Positive = 2
+    expert_ffn_size: Count = 0
+    norm_topk: bool = True
+    router_aux_loss: Amount = 0.0
+    init_std: Above0 = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise ConfigError(
+                f"model.num_kv_heads must divide num_heads {self.num_heads}, found {self.num_kv_heads}: "
+                f"nearest is {closest(self.num_kv_heads, divisors)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim must be even for rotary positions, found {self.head_dim}: "
+                f"nearest is {self.head_dim + 1}"
+            )
+        if self.num_experts:
+            self._check_experts()
+        if self.window_layers is not None:
+            self._check_windows(self.window_layers)
+
+    def _check_experts(self) -> None:
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"model.experts_per_token must be at most num_experts {self.num_experts}, "
+                f"found {self.experts_per_token}"
+            )
+        if not self.expert_ffn_size:
+            raise ConfigError(f"model.expert_ffn_size must be at least 1 with num_experts {self.num_experts}, found 0")
+        if self.activation != "swiglu" or self.mlp_bias:
+            found = f'activation = "{self.activation}"' if self.activation != "swiglu" else "mlp_bias = true"
+            raise ConfigError(
+                f'model.num_experts {self.num_experts} needs activation = "swiglu" and mlp_bias = false, found {found}'
+            )
+
+    def _check_windows(self, layers: tuple[int, ...]) -> None:
+        if self.sliding_window is None:
+            raise ConfigError("model.window_layers needs model.sliding_window, found none")
+        if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= self.num_layers):
+            raise ConfigError(
+                f"model.window_layers must be rising layer numbers below num_layers {self.num_layers}, "
+                f"found {list(layers)}"
+            )
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a query of this layer sees at most, itself included; None = all before it."""
+        windowed = self.window_layers is None or layer in self.window_layers
+        return self.sliding_window if windowed else None
