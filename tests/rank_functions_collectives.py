@@ -5,6 +5,8 @@ Every rank can make every other rank's data (`given`), so results are compared w
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -16,6 +18,7 @@ from interlace.collectives import (
     Group,
     Handle,
     Meter,
+    add_parts,
     all_gather,
     all_reduce,
     all_to_all,
@@ -23,6 +26,7 @@ from interlace.collectives import (
     make_groups,
     reduce_scatter,
     sum_scalars,
+    then,
 )
 from interlace.launch import World
 from interlace.layout import Layout, transition
@@ -154,6 +158,33 @@ def sums(world: World) -> int:
     assert all(same(everyone[0], other) for other in everyone)
     assert same(value, in_order([in_order([given(3, r, 5) for r in pair]) for pair in ((0, 1), (2, 3))]))
     return checks + 2
+
+
+def rounds(world: World) -> int:
+    """`add_parts` over 4, 2 and 3 ranks against one sum from left to right; idle ranks of the last round bring NaN."""
+    checked = 0
+    for group in some_groups(world):
+        if group.process_group is None:
+            continue
+        for parts, slice_size, gathered in itertools.product((1, 2, 5, 7), (1, 3, 64), (False, True)):
+            count = slice_size * group.size
+            expected = in_order([given(number, 0, count) for number in range(parts)])
+            accumulator, handles = torch.full((slice_size,), torch.nan), []
+            group.meter.reset_counts()
+            for start in range(0, parts, group.size):
+                valid = min(group.size, parts - start)
+                own = given(start + group.rank, 0, count) if group.rank < valid else torch.full((count,), torch.nan)
+                handle = add_parts(own, accumulator, group, valid=valid, first=start == 0)
+                if gathered and start + valid == parts:
+                    handle = then(handle, group, functools.partial(all_gather, accumulator, group))
+                handles.append(handle)
+            for handle in handles:
+                found = handle.wait()
+            assert same(accumulator, expected.view(group.size, -1)[group.rank])
+            assert same(found, expected) if gathered else found is accumulator
+            assert group.meter.sent["reduce_scatter", "dp"] == len(handles) * 4 * (count - slice_size)
+            checked += 1
+    return checked
 
 
 def several_in_flight(world: World) -> None:

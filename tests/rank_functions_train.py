@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from interlace.collectives import Handle, sum_scalars
+from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
 from interlace.parallel import data, flat
 from interlace.parallel import norm as norms
@@ -32,6 +33,33 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
         with FAULTS[job.pop("fault", "none")](world.rank):
             found.append(verify.under_plan(world, **job))
     return found
+
+
+def bits_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`verify.bits` for each job in turn, with its fault planted."""
+    found = []
+    for job in jobs:
+        with FAULTS[job.pop("fault", "none")](world.rank):
+            found.append(verify.bits(world, **job))
+    return found
+
+
+def faulty_bits(world: World, config: str, steps: int) -> dict[str, Any]:
+    """`verify.bits` with the fault that the environment names."""
+    with FAULTS[os.environ["INTERLACE_FAULT"]](world.rank):
+        return verify.bits(world, config, steps)
+
+
+def killed_at_step_7(world: World, config: str, resume: str = "") -> Any:
+    """A run whose rank 1 gets SIGKILL in its eighth step."""
+
+    def train_step(*arguments: Any, **options: Any) -> Any:
+        if world.rank == 1 and world.mark.last.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step.train_step(*arguments, **options)
+
+    with mock.patch.object(loop, "train_step", train_step):
+        return loop.run(world, config, resume)
 
 
 def faulty(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
@@ -65,6 +93,21 @@ def reductions(world: World, configs: list[str]) -> list[int]:
         step.train_step(session.model, session.optimizer, session.batches(), session.groups.host)
         counts.append(session.meter.calls["reduce_scatter", "dp"])
     return counts
+
+
+def sent_by_axis(world: World, configs: list[str]) -> list[dict[str, int]]:
+    """Bytes that this rank sends along each axis in the second step, whose weights the first has changed."""
+    found = []
+    for config in configs:
+        session = sessions.build(world, loads(config))
+        for _ in range(2):
+            session.meter.reset_counts()
+            step.train_step(session.model, session.optimizer, session.batches(), session.groups.host)
+        sent: dict[str, int] = {}
+        for (_, axis), nbytes in session.meter.sent.items():
+            sent[axis] = sent.get(axis, 0) + nbytes
+        found.append(sent)
+    return found
 
 
 def dies_at_step_2(world: World, config: str, resume: str = "") -> Any:
@@ -168,6 +211,21 @@ def drifting_replica(rank: int) -> Any:
     return mock.patch.object(verify, "_collect", collect)
 
 
+def rotated(rank: int) -> Any:
+    """(g) The parts of a round are added as another order of arrival would have it."""
+    plain = ordered.add_in_order
+
+    def add_in_order(parts: Any, accumulator: torch.Tensor, first: bool) -> torch.Tensor:
+        return plain([*parts[1:], parts[0]], accumulator, first)
+
+    return mock.patch.object(ordered, "add_in_order", add_in_order)
+
+
+def replicas_apart(rank: int) -> Any:
+    """(h) The groups of hybrid sharding do not add their gradients up."""
+    return mock.patch.object(flat, "then", lambda first, *rest: first)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -178,5 +236,7 @@ FAULTS = {
         mean_of_means,
         stale_weights,
         drifting_replica,
+        rotated,
+        replicas_apart,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

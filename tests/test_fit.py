@@ -78,6 +78,8 @@ def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: s
         ("pp=4 chunks=3", "pp", "asks for pp=4 chunks=3, found 8 layers for 12 stages", '"dp=2 pp=2 chunks=3"'),
         ("cp=64", "cp", "asks for cp=64, found 64 positions for 128 slices", '"dp=2 cp=32"'),
         ("dp=2 ep=2", "ep", "asks for ep=2, and the model has no experts", '"dp=2"'),
+        ("dp=4 shard=2 zero=3", "shard", "", ""),
+        ("dp=4 shard=2", "shard", "asks for shard=2 with zero=0, which repeats everything", '"dp=4 zero=1 shard=2"'),
         ("dp=4 shard=3", "shard", "asks for shard=3, which does not divide dp=4", '"dp=4"'),
     ],
 )
@@ -113,6 +115,39 @@ def test_reproducible_sums_are_fixed_over_dp_and_pp_only() -> None:
     message = refusal(config, 4, axes=("dp", "tp"))
     assert "splits over tp with run.reproducible" in message
     assert message.endswith('"dp=4"')
+
+
+def test_fixed_micro_batches_are_sequences_not_a_number() -> None:
+    fixed = 'run.reproducible="plan"'
+    message = refusal(tiny("dp=2 micro_batches=4", fixed), 2)
+    assert "follows from micro_batch_size" in message
+    assert message.endswith('"dp=2"')
+    message = refusal(tiny("dp=2 micro_batch_size=40", fixed, "train.global_batch=9"), 2)
+    assert "asks for micro_batch_size=40, found train.global_batch 9" in message
+    assert message.endswith('"dp=2 micro_batch_size=9"')
+    check(tiny("dp=8 micro_batch_size=3", fixed, "train.global_batch=9"), 8)  # more ranks than micro-batches
+    message = refusal(tiny("dp=2", fixed, "train.reduce_dtype=bf16"), 2)
+    assert message.endswith('nearest is train.reduce_dtype="fp32"')
+
+
+def test_memory_of_hybrid_sharding_is_that_of_its_inner_group() -> None:
+    config = tiny("dp=2", "train.global_batch=16")
+    for zero in (1, 2, 3):
+        hybrid = estimate(config, ParallelPlan(dp=8, shard=2, zero=zero, micro_batch_size=2))
+        inner = estimate(config, ParallelPlan(dp=2, zero=zero, micro_batch_size=2, micro_batches=4))
+        for part in ("parameters", "optimizer", "gather"):
+            assert getattr(hybrid, part) == pytest.approx(getattr(inner, part), rel=0.02), (zero, part)
+
+
+def test_memory_of_a_fixed_order() -> None:
+    for zero in range(4):
+        words = (f"dp=2 zero={zero} micro_batch_size=4", "train.global_batch=16")
+        plain = tiny(*words)
+        fixed = tiny(*words, 'run.reproducible="plan"')
+        assert micro_batching(fixed, fixed.plan) == (2, 4)
+        more = estimate(fixed, fixed.plan).gradients - estimate(plain, plain.plan).gradients
+        held = estimate(plain, ParallelPlan(dp=2, zero=2)).optimizer // 2  # AdamW keeps two such shards
+        assert more == held if zero < 2 else more < 0  # zero 2 and 3 no longer hold whole gradients between rounds
 
 
 @settings(max_examples=30)

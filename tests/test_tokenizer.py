@@ -100,10 +100,15 @@ def test_end_is_what_the_configuration_next_door_says(tmp_path: Path) -> None:
     assert 'names the eos_token "<gone>"' in refusal(spec)
 
 
-def test_tokenizer_without_an_end_lists_its_special_tokens(tmp_path: Path) -> None:
-    message = refusal(word_level(tmp_path, special=("<pad>",)))
-    assert "no special token that ends a document (its special tokens: <pad>)" in message
-    assert "eos_token" in message
+def test_tokenizer_without_an_end_gets_one_past_its_own_ids(tmp_path: Path) -> None:
+    words = tokenizer(str(word_level(tmp_path, special=("<pad>",))))
+    own = words.encode(SAMPLE)
+    assert words.end == words.size - 1 > max(own)
+    assert words.decode([*own, words.end]) == words.decode(own)
+    assert "one past the tokenizer's own" in words.end_name
+    packed, lengths = words.pack([SAMPLE])
+    assert list(packed) == [*own, words.end]
+    assert lengths == [len(own)]
 
 
 def test_unusable_tokenizer_files(tmp_path: Path) -> None:

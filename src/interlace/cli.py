@@ -1,7 +1,7 @@
 """The command line: parses, checks before any process starts, and says failures in one sentence.
 
     interlace train [RUN.toml] [--parallel "dp=4 zero=3"] [--set train.steps=50 ...] [--resume auto|DIR]
-    interlace verify [RUN.toml] --parallel "dp=4 zero=3" [--steps N]
+    interlace verify [RUN.toml] --parallel "dp=4 zero=3" [--steps N] [--exact]
     interlace data [RUN.toml] --steps A:B
     interlace export RUN FOLDER
     interlace generate RUN --prompt "..."
@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -31,7 +36,8 @@ if TYPE_CHECKING:
     from interlace.config import Config
     from interlace.world import Place
 
-AXES = ("dp",)  # the axes that can be executed
+MOST_STEPS = 1 << 40
+AXES = ("dp", "shard")  # the axes that can be executed
 
 app = typer.Typer(
     add_completion=False,
@@ -72,16 +78,20 @@ def train(
             cfg = load(run or None, set_, parallel or None, place.size if place else None)
             where = _device(device, cfg.plan.world, place)
             _check(cfg, where, place)
-            _check_folder(cfg, resume)
+            if place is None and not resume and not _names_folder(run, set_):
+                cfg = _claimed(cfg)
+            else:
+                _check_folder(cfg, resume)
         argument = {"config": cfg.to_toml(), "resume": resume}
         with _error_file(cfg, enabled=place is None or place.rank == 0):
             if place is not None:
                 _join(cfg, where, argument)
             else:
                 world, timeout = cfg.plan.world, cfg.run.timeout
-                launch.run_local(
-                    "interlace.train.loop:run", world, argument, device=where, timeout=timeout, port=port or None
-                )
+                with _told_how_to_go_on(cfg):
+                    launch.run_local(
+                        "interlace.train.loop:run", world, argument, device=where, timeout=timeout, port=port or None
+                    )
 
     _guarded(work, debug)
 
@@ -90,7 +100,8 @@ def train(
 def verify(
     run: RunFile = "",
     parallel: Parallel = "",
-    steps: Annotated[int, typer.Option(min=2, help="Steps to compare.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare; at least 2 are made.")] = 3,
+    exact: Annotated[bool, typer.Option("--exact", help='The same bits, as run.reproducible = "plan" gives.')] = False,
     set_: Set = [],  # noqa: B006
     device: Device = "cpu",
     debug: Debug = False,
@@ -99,16 +110,25 @@ def verify(
 
     def work() -> None:
         from interlace.config import load
-        from interlace.train.verify import checked, lines
-        from interlace.train.verify import verify as prove
+        from interlace.train import verify as proof
 
-        cfg = checked(load(run or None, set_, parallel or None, preset="tiny"))
+        cfg = load(run or None, set_, parallel or None, preset="tiny")
+        cfg = proof.fixed(cfg) if exact else proof.checked(cfg)
         where = _device(device, cfg.plan.world)
         _check(cfg, where)
-        report = prove(cfg, steps, where)
-        for line in lines(report):
-            print(line)
+        report: proof.Exact | proof.Report
+        if exact:
+            report = proof.exact(cfg, max(steps, 2), where)
+            text = proof.exact_lines(report)
+        else:
+            report = proof.verify(cfg, max(steps, 2), where)
+            text = proof.lines(report)
+        with contextlib.suppress(BrokenPipeError):  # whoever stops reading still gets the verdict
+            for line in text:
+                print(line)
+            sys.stdout.flush()
         if not report.passed:
+            _quiet_stdout()
             raise typer.Exit(errors.NumericsError.exit_code)
 
     _guarded(work, debug)
@@ -118,6 +138,7 @@ def verify(
 def data(
     run: RunFile = "",
     steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B-1, from 0.")] = "0:1",
+    parallel: Parallel = "",
     set_: Set = [],  # noqa: B006
     debug: Debug = False,
 ) -> None:
@@ -127,10 +148,10 @@ def data(
         from interlace.config import load
         from interlace.train.data import Dataset, rows
 
-        cfg = load(run or None, set_)
+        cfg = load(run or None, set_, parallel or None)
         wanted = _range(steps)
         dataset = Dataset.open(cfg.data, cfg.model_config().vocab_size, cfg.run.seed)
-        print(dataset.describe(cfg.train.global_batch), file=sys.stderr)
+        print("\n".join([dataset.describe(cfg.train.global_batch), *dataset.skipped]), file=sys.stderr)
         for row in rows(dataset, wanted, cfg.train.global_batch):
             print(json.dumps(row))
 
@@ -201,11 +222,6 @@ def _check(cfg: Config, device: str, place: Place | None = None) -> None:
     """Refuses what cannot run, in one sentence with the nearest that can.  `place`: where a launcher has put us."""
     from interlace.plan import fit
 
-    if cfg.run.reproducible == "plan":
-        raise errors.ConfigError(
-            'run.reproducible = "plan" is not available in this release; use "none" (run.deterministic = true gives '
-            "the same bits run to run for one plan)."
-        )
     if cfg.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise errors.ConfigError("run.tensorboard = true needs TensorBoard; install interlace[tensorboard].")
     if cfg.train.compile and device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
@@ -221,22 +237,62 @@ def _check_folder(cfg: Config, resume: str) -> None:
 
     out = Path(cfg.run.out)
     folder, _ = state.find_checkpoint(cfg, resume)
-    if folder is not None and state.is_own(cfg, folder):
-        return
+    own = folder is not None and state.is_own(cfg, folder)
     names = [path.name for path in (out / "checkpoints").glob("step-*")]
     made = [int(match[1]) for match in (re.fullmatch(r"step-(\d+)(\.old)?", name) for name in names) if match]
-    if made:
+    if made and not own:
         raise errors.ConfigError(
             f"{out} already holds checkpoints (step-{max(made)}); go on with --resume auto, or choose another folder "
             f"with --set run.out={_free(out)}."
         )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise _cannot_write(out, error) from None
 
 
 def _free(out: Path) -> Path:
-    number = 2
-    while (candidate := out.with_name(f"{out.name}-{number}")).exists():
-        number += 1
-    return candidate
+    return next(place for place in _numbered(out) if not place.exists())
+
+
+def _numbered(out: Path) -> Iterator[Path]:
+    """runs/demo, runs/demo-2, runs/demo-3, ..."""
+    yield out
+    for number in itertools.count(2):
+        yield out.with_name(f"{out.name}-{number}")
+
+
+def _names_folder(run: str, set_: Sequence[str]) -> bool:
+    """Whether the run file or an override says where the run goes."""
+    if any(override.partition("=")[0].strip() == "run.out" for override in set_):
+        return True
+    return bool(run) and "out" in tomllib.loads(Path(run).read_text(encoding="utf-8")).get("run", {})
+
+
+def _claimed(cfg: Config) -> Config:
+    """The configuration with a folder that this run alone has made: the usual one, or the next number that is free.
+
+    So two runs started at once with defaults do not meet in one folder.
+    """
+    out = Path(cfg.run.out)
+    for place in _numbered(out):
+        try:
+            place.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _cannot_write(place, error) from None
+        if place != out:
+            print(f"{out} is another run's folder; this one writes to {place}", file=sys.stderr)
+        return replace(cfg, run=replace(cfg.run, out=str(place)))
+    raise AssertionError("numbers do not end")
+
+
+def _cannot_write(out: Path, error: OSError) -> errors.ResourceError:
+    reason = error.strerror or str(error)
+    return errors.ResourceError(f"cannot write to {out} ({reason}); choose another folder with --set run.out=FOLDER.")
 
 
 def _device(asked: str, ranks: int, place: Place | None = None) -> str:
@@ -270,7 +326,7 @@ def _range(text: str) -> range:
         start, stop = int(first or 0), int(last) if colon else int(first) + 1
     except ValueError:
         start, stop = 1, 0
-    if start < 0 or stop <= start:
+    if start < 0 or stop <= start or stop > MOST_STEPS:
         raise errors.ConfigError(f'--steps is "{text}"; write A:B with 0 <= A < B, as in 0:2.')
     return range(start, stop)
 
@@ -311,25 +367,53 @@ def _error_file(cfg: Config, enabled: bool) -> Iterator[None]:
     except errors.InterlaceError as error:
         out = Path(cfg.run.out)
         if enabled and not isinstance(error, errors.ConfigError):
-            try:
-                out.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # the message itself is on its way
                 (out / "error.json").write_text(json.dumps(error.to_json(), indent=2) + "\n", encoding="utf-8")
-            except OSError as cannot:
-                print(f"interlace: could not write error.json: {cannot}", file=sys.stderr)
+        raise
+
+
+@contextlib.contextmanager
+def _told_how_to_go_on(cfg: Config) -> Iterator[None]:
+    """A run that is asked to stop says so, and how to take it up again."""
+    try:
+        yield
+    except SystemExit as stop:
+        name = {143: "SIGTERM", 130: "SIGINT"}.get(stop.code if isinstance(stop.code, int) else 0)
+        if name is not None:
+            saved = any(Path(cfg.run.out, "checkpoints").glob("step-*"))
+            more = "; go on with --resume auto" if saved else " before its first checkpoint"
+            print(f"interlace: {cfg.run.out} was stopped by {name}{more}", file=sys.stderr)
         raise
 
 
 def _guarded(work: Callable[[], None], debug: bool) -> None:
     """Runs a command; a failure becomes one message and its exit code."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         work()
+        sys.stdout.flush()
     except errors.InterlaceError as error:
         _fail(error, debug)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _quiet_stdout()
         raise typer.Exit(0) from None
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _quiet_stdout()
+        reason = error.strerror or str(error)
+        _fail(errors.ResourceError(f"cannot write the output ({reason}); make room, or send it elsewhere."), debug)
+
+
+def _quiet_stdout() -> None:
+    """Nobody reads on: what is left in the buffer must not fail again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: errors.InterlaceError, debug: bool) -> NoReturn:

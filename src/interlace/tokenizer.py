@@ -123,7 +123,11 @@ def _file_tokenizer(path: Path) -> Tokenizer:
         ) from error
     library.no_truncation()  # both may be stored in the file, and would silently cut or lengthen documents
     library.no_padding()
+    size = max(library.get_vocab(with_added_tokens=True).values()) + 1
     end = _end_of_document(library, path)
+    end_name = f"id {size}, one past the tokenizer's own" if end is None else f'"{library.id_to_token(end)}" (id {end})'
+    if end is None:
+        end, size = size, size + 1
 
     def pack(texts: Sequence[str]) -> tuple[array[int], list[int]]:
         ids, lengths = array("i"), []
@@ -134,16 +138,14 @@ def _file_tokenizer(path: Path) -> Tokenizer:
         return ids, lengths
 
     def decode(ids: list[int]) -> str:
-        return str(library.decode(ids, skip_special_tokens=True))
+        return str(library.decode([number for number in ids if number != end], skip_special_tokens=True))
 
-    end_name = f'"{library.id_to_token(end)}" (id {end})'
-    size = max(library.get_vocab(with_added_tokens=True).values()) + 1
     digest = hashlib.sha256(raw + str(end).encode()).hexdigest()[:16]  # the end may come from the file next door
     return Tokenizer(str(path), digest, end, end_name, size, pack, decode)
 
 
-def _end_of_document(library: Library, path: Path) -> int:
-    """The id of the token that ends a document: what the file next door says, else the first usual name."""
+def _end_of_document(library: Library, path: Path) -> int | None:
+    """The id of the token that ends a document: what the file next door says, else the first usual name, else None."""
     config = path.with_name("tokenizer_config.json")
     special = {token.content: number for number, token in library.get_added_tokens_decoder().items() if token.special}
     if config.is_file():
@@ -157,12 +159,4 @@ def _end_of_document(library: Library, path: Path) -> int:
             if number is None:
                 raise DataError(f'{config} names the eos_token "{name}", which {path} does not hold.', file=str(config))
             return int(number)
-    for name in END_NAMES:
-        if name in special:
-            return int(special[name])
-    found = ", ".join(special) or "none"
-    raise DataError(
-        f"{path} has no special token that ends a document (its special tokens: {found}); state it as eos_token in "
-        f"{config}.",
-        file=str(path),
-    )
+    return next((int(special[name]) for name in END_NAMES if name in special), None)

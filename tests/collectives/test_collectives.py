@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interlace.collectives import Group, Meter, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from interlace.collectives.ordered import ordered_sum
+from interlace.collectives.ordered import add_in_order, ordered_sum
 
 Run = Callable[..., list[Any]]
 RANKS = "rank_functions_collectives"
@@ -36,6 +36,20 @@ def test_an_ordered_sum_adds_left_to_right_in_the_dtype_of_its_target() -> None:
     assert ordered_sum(narrow, torch.empty(1), 2.0).item() == 518.0
     assert ordered_sum(narrow, torch.empty(1, dtype=torch.bfloat16)).item() == 256.0
     assert ordered_sum(parts[:1], torch.empty(1), 0.5).item() == 2.0**23
+
+
+def test_parts_go_on_from_where_the_sum_stands() -> None:
+    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    total = torch.full((1,), torch.nan)
+    for first, some in ((True, parts[:1]), (False, parts[1:3]), (False, parts[3:])):
+        assert add_in_order(some, total, first) is total
+    assert total.item() == 0.0
+    assert add_in_order(parts[1:3], add_in_order(parts[:1], total, True), False).item() == 2.0**24
+    assert add_in_order(parts[:1], add_in_order(parts[1:3], total, True), False).item() == 2.0**24 + 2
+
+
+def test_a_sum_in_rounds_has_the_same_bits_for_every_number_of_ranks(run_ranks: Run) -> None:
+    assert min(run_ranks(f"{RANKS}:rounds", 4)) >= 24
 
 
 def test_moves_equal_what_they_moved(run_ranks: Run) -> None:

@@ -45,3 +45,32 @@ def test_equals_torch_on_one_process(tmp_path: Path) -> None:
     norms.scale(model.leaves(), found, 1.0)
     for leaf, was in zip(model.leaves(), plain, strict=True):
         torch.testing.assert_close(leaf.grad.double(), was / norm, rtol=1e-5, atol=0)
+
+
+def test_chunks_have_the_same_bits_wherever_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(96 * 64, generator=generator) * 10.0 ** torch.randint(-3, 3, (96 * 64,), generator=generator)
+    whole = norms.chunk_squares(values, 64)
+    exact = values.view(-1, 64).double().square().sum(dim=1)
+    assert (whole - exact).abs().max() <= 1e-6 * exact.max()
+    for ranks in (2, 3, 32, 96):
+        parts = [norms.chunk_squares(part.clone(), 64) for part in values.chunk(ranks)]
+        assert torch.equal(torch.cat(parts), whole)
+    shifted = torch.cat([torch.zeros(1), values])[1:]
+    monkeypatch.setitem(norms.BLOCKS, "cpu", 3 * 64)
+    assert torch.equal(norms.chunk_squares(shifted, 64), whole)
+    assert norms.chunk_squares(values[:0], 64).shape == (0,)
+    assert torch.equal(values, shifted)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_a_tree_adds_the_second_half_onto_the_first(count: int) -> None:
+    def tree(numbers: list[float]) -> float:
+        if len(numbers) == 1:
+            return numbers[0]
+        half = (len(numbers) + 1) // 2
+        first, second = numbers[:half], [*numbers[half:], 0.0]
+        return tree([a + b for a, b in zip(first, second[:half], strict=True)])
+
+    numbers = (10.0 ** torch.arange(count, dtype=torch.float64) / 3).tolist()
+    assert norms.tree_sum(torch.tensor([numbers, numbers], dtype=torch.float64)).tolist() == [tree(numbers)] * 2

@@ -9,7 +9,7 @@ import pytest
 from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.mesh import Mesh
-from interlace.plan.share import computed_sequences, micro_batch_count, runs, share
+from interlace.plan.share import computed_sequences, leaves, micro_batch_count, runs, share
 
 TINY = '[model]\npreset = "tiny"\n'
 
@@ -96,6 +96,44 @@ def test_sequences_that_a_rank_computes(plan: str, batch: int, count: int, compu
     assert micro_batch_count(parsed, batch) == count
     mesh = Mesh.of(parsed)
     assert [computed_sequences(parsed, mesh, rank, batch) for rank in range(parsed.dp)] == computed
+
+
+def test_fixed_leaves_are_dealt_out_in_turn() -> None:
+    plan = ParallelPlan.parse("dp=3 micro_batch_size=2")
+    assert [list(leaf) for leaf in leaves(plan, 7)] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert leaves(ParallelPlan(dp=2), 7) == leaves(ParallelPlan(dp=4), 7) == [range(i, i + 1) for i in range(7)]
+    assert micro_batch_count(plan, 7, fixed=True) == 2
+    found = [computed_sequences(plan, Mesh.of(plan), rank, 7, fixed=True) for rank in range(3)]
+    assert found == [3, 3, 3]  # 2 + the last one; 2 + a stand-in
+
+
+def test_what_a_fixed_order_costs() -> None:
+    """A reduction a round, a square sum a chunk, an accumulator where a shard does not serve."""
+    for zero in range(4):
+        plain, fixed = (
+            share(config(f"dp=2 zero={zero} micro_batch_size=4", *more), 0, 16)
+            for more in ((), ["run.reproducible=plan"])
+        )
+        assert fixed.flops == plain.flops
+        assert (fixed.main, fixed.copies, fixed.optimizer) == (plain.main, plain.copies, plain.optimizer)
+        assert fixed.sent["reduce_scatter"] == 2 * plain.sent["reduce_scatter"]
+        sizes = runs(config("dp=2").model_config(), 2)
+        chunks = sum(run.cut.total // run.cut.chunk for run in sizes) // 2
+        assert fixed.sent["all_gather"] - plain.sent["all_gather"] == 8 * (2 + chunks) - 16
+        whole = 4 * sum(run.cut.total for run in sizes)
+        assert fixed.gradients - plain.gradients == (whole // 2 if zero < 2 else 0)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding_by_hand(zero: int) -> None:
+    """Six ranks, two copies of three parts: gradients inside, a shard of them outside, weights inside only."""
+    cfg = config(f"dp=6 shard=3 zero={zero}", "model.num_layers=1")
+    total = sum(run.cut.total for run in runs(cfg.model_config(), 6))
+    found = share(cfg, 4, 12)
+    assert found.main == 4 * total // 3
+    assert found.gradients == (4 * total if zero == 1 else 4 * total // 3)
+    assert found.sent["reduce_scatter"] == 4 * (total * 2 // 3 + total // 3 // 2)
+    assert found.sent["all_gather"] == 16 * 5 + 4 * (total * 2 // 3 + total // 3 // 2)
 
 
 def test_flops_count_recomputation_and_stand_ins() -> None:

@@ -28,14 +28,14 @@ ranks = st.integers(1, 9)
 
 
 def test_the_example_of_the_docstring() -> None:
-    made = cut((4, 10, 1), ranks=2)
-    assert (made.chunk, made.offsets, made.total) == (8, (0, 8, 24), 32)
-    assert member_layout("N M", made, 1) == "(N M)/dp:8@1/4"
+    made = cut((4, 40, 1), ranks=2)
+    assert (made.chunk, made.offsets, made.total) == (32, (0, 32, 96), 128)
+    assert member_layout("N M", made, 1) == "(N M)/dp:32@1/4"
 
 
-def test_a_chunk_is_about_a_4096th_within_8_and_4096() -> None:
-    assert [chunk_elements(n) for n in (0, 1, 8 * 4096, 2**17, 2**24, 2**24 - 1, 2**40)] == [
-        8, 8, 8, 32, 4096, 2048, 4096,
+def test_a_chunk_is_about_a_4096th_within_32_and_4096() -> None:
+    assert [chunk_elements(n) for n in (0, 1, 8 * 4096, 2**17, 2**18, 2**24, 2**24 - 1, 2**40)] == [
+        32, 32, 32, 32, 64, 4096, 2048, 4096,
     ]  # fmt: skip
 
 

@@ -310,7 +310,14 @@ def test_describe_and_records(tmp_path: Path) -> None:
     )
     assert dataset.files == [str(path)]
     assert dataset.skipped == [f"{path}:2: an empty document"]
-    assert dataset.digest.split()[1:] == ["tokenizer=bytes", "sequence_length=4", "seed=0", "shuffle=true"]
+    assert dataset.digest.split()[1:] == [
+        "tokenizer=bytes",
+        "sequence_length=4",
+        "seed=0",
+        "shuffle=true",
+        "documents=separate",
+        "drop_last=false",
+    ]
     assert opened(str(path), 4, skip_bad_lines=True).digest == dataset.digest
 
 

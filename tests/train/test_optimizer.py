@@ -74,3 +74,29 @@ def test_state_keys_are_what_torch_keeps() -> None:
         optimizer.step()
         kept = {key for key, value in optimizer.state[weight].items() if value is not None and value.dim()}
         assert set(state_keys(section)) == kept
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_has_the_same_bits_however_whole_chunks_are_shared_out(kind: str, fused: bool) -> None:
+    """Vector loops may round their scalar rests in another way; no shard of whole chunks has a rest."""
+
+    def updated(cuts: list[int]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randn(96 * 32, generator=generator)
+        leaves = [torch.nn.Parameter(part.clone()) for part in whole.tensor_split(cuts)]
+        if kind == "adamw":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(leaves, lr=1e-2, weight_decay=0.1, fused=fused)
+        else:
+            optimizer = torch.optim.SGD(leaves, lr=1e-2, momentum=0.9, weight_decay=0.1, fused=fused)
+        for _ in range(4):
+            gradient = torch.randn(whole.shape, generator=generator) * 1e-2
+            for leaf, part in zip(leaves, gradient.tensor_split(cuts), strict=True):
+                leaf.grad = part.clone()
+            optimizer.step()
+        return torch.cat([leaf.detach() for leaf in leaves])
+
+    reference = updated([])
+    for ranks in (2, 3, 32, 96):
+        assert torch.equal(updated([rank * 96 // ranks * 32 for rank in range(1, ranks)]), reference)
+    assert torch.equal(updated([32, 96, 32 * 50]), reference)

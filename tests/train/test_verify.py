@@ -13,6 +13,7 @@ import rank_functions_train as functions
 import runs
 from interlace.cli import app
 from interlace.config import Config
+from interlace.plan.share import runs as share_runs
 from interlace.train import verify
 from interlace.train.verify import Account, Difference, Report, judge, lines
 
@@ -32,6 +33,10 @@ FEATURES = {
     "window": ["model.sliding_window=5", "model.window_layers=[0, 2]"],
     "uneven": ["train.global_batch=5", "train.clip=0"],
     "decay": ["train.weight_decay=0.5"],
+    "fixed order": ["run.reproducible=plan", "train.global_batch=7"],
+    "fixed order, zero 0": ["parallel.plan=dp=3 zero=0 micro_batch_size=2", "run.reproducible=plan"],
+    "fixed order, zero 1": ["parallel.plan=dp=3 zero=1 micro_batch_size=3", "run.reproducible=plan"],
+    "fixed order, zero 2": ["parallel.plan=dp=3 zero=2 overlap=off", "run.reproducible=plan", "train.global_batch=2"],
     "end of an epoch": ["parallel.plan=dp=3 zero=3 micro_batch_size=8", "train.global_batch=100"],
 }  # fmt: skip
 
@@ -75,6 +80,38 @@ def test_every_zero_stage_equals_one_process(dp: int, run_ranks: Callable[..., A
     for report in prove(run_ranks, zeros(tmp_path, dp), tmp_path):
         assert report.passed, explain(report)
         assert len(report.accounts) == dp * 8
+
+
+def test_hybrid_sharding_equals_one_process(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Shards over 2 neighbours, repeated over 2 such groups; and the same of 2 and 3, and of 3 and 2, in 6 ranks."""
+    plans = ["dp=4 shard=2 zero=1", "dp=4 shard=2 zero=2 micro_batches=2", "dp=4 shard=2 zero=3 overlap=off"]
+    jobs = [(runs.config(tmp_path, plan), "none") for plan in plans]
+    fixed = ["run.reproducible=plan", "train.global_batch=7", "model.tie_embeddings=true"]
+    jobs += [(runs.config(tmp_path, f"dp=4 shard=2 zero={zero}", fixed), "none") for zero in (1, 2, 3)]
+    jobs += [(runs.config(tmp_path, plan), "replicas_apart") for plan in plans]
+    for (cfg, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed == (fault == "none"), f"{cfg.plan}\n{explain(report)}"
+    six = tmp_path / "six"
+    six.mkdir()
+    jobs = [(runs.config(six, "dp=6 shard=3 zero=3"), "none"), (runs.config(six, "dp=6 shard=2 zero=1"), "none")]
+    for report in prove(run_ranks, jobs, six):
+        assert report.passed, explain(report)
+
+
+def test_only_a_shard_crosses_between_the_groups(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Along `replica` travel the gradients of a shard, there and back; weights and the rest stay inside `shard`."""
+    plans = [(4, 2), (6, 3), (6, 2)]
+    for dp in (4, 6):
+        cfgs = [runs.config(tmp_path, f"dp={dp} shard={s} zero={z}") for n, s in plans if n == dp for z in (1, 2, 3)]
+        found = run_ranks(f"{FUNCTIONS}:sent_by_axis", dp, {"configs": [cfg.to_toml() for cfg in cfgs]})
+        for rank in found:
+            for cfg, sent in zip(cfgs, rank, strict=True):
+                inner, outer = cfg.plan.shard, dp // cfg.plan.shard
+                whole = 4 * sum(run.cut.total for run in share_runs(cfg.model_config(), dp))
+                assert sent["replica"] == 2 * whole // inner * (outer - 1) // outer
+                once = 2 * whole // inner * (inner - 1)
+                assert sent["shard"] > once if cfg.plan.zero == 3 else sent["shard"] == once
+                assert sent["dp"] == 16 * (dp - 1)  # loss and norm
 
 
 def test_every_zero_stage_of_one_rank(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def regular(path: Path) -> os.stat_result:
     """The status of a file that is there and no link, pipe or folder."""
     try:
         status = os.lstat(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} is missing ({error.strerror})") from None
+    except ValueError as error:
         raise CheckpointError(f"{path} is missing ({error})") from None
     if not stat.S_ISREG(status.st_mode):
         raise SecurityError(f"{path} is a link or no regular file; a checkpoint's files are never followed elsewhere")

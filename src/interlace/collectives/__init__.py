@@ -3,7 +3,7 @@
 from interlace.collectives.groups import Group, Groups, make_groups
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
-from interlace.collectives.ordered import all_reduce, reduce_scatter, sum_scalars
+from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
 
 __all__ = [
     "Group",
@@ -11,6 +11,7 @@ __all__ = [
     "Handle",
     "Meter",
     "Record",
+    "add_parts",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -18,4 +19,5 @@ __all__ = [
     "make_groups",
     "reduce_scatter",
     "sum_scalars",
+    "then",
 ]

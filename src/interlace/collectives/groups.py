@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """One `Group` per axis of the mesh, `groups["dp"]`, sharing one meter.
+    """One `Group` per axis of the mesh, `groups["dp"]`, and per part of a folded one, sharing one meter.
 
     `host` joins all ranks for small CPU tensors (counts, timings); its traffic is not metered with the axes'.
     """
@@ -56,8 +56,9 @@ class Groups:
 def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, meter: Meter | None = None) -> Groups:
     """Collective over the whole world: every rank calls it once with the same mesh.
 
-    Axes of size one get no process group.  An axis that spans the world uses the world's own group, so that no second
-    communicator is made.  `timeout` in seconds bounds every transfer of a group.
+    A fold that splits its axis, as `shard` and `replica` split `dp`, has groups of its own, on the axis's stream, so
+    that their transfers keep one order.  Axes of size one get no process group.  An axis that spans the world uses the
+    world's own group, so that no second communicator is made.  `timeout` in seconds bounds every transfer of a group.
     """
     meter = meter or Meter()
     world = tuple(range(mesh.world))
@@ -71,7 +72,7 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     )
     groups = Groups(mesh, rank, host)
     limit = datetime.timedelta(seconds=timeout)
-    for axis, size in mesh.axes:
+    for axis, size in _axes(mesh):
         ranks = mesh.peers(rank, axis)
         process_group: dist.ProcessGroup | None = None
         if size == mesh.world and size > 1:
@@ -81,6 +82,20 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
                 made = dist.new_group(list(members), timeout=limit)
                 if members == ranks:
                     process_group = made
-        stream = torch.cuda.Stream(device) if device.type == "cuda" and size > 1 else None
+        folded = FOLDED.get(axis)
+        if folded is not None:
+            stream = groups[folded].stream
+        else:
+            stream = torch.cuda.Stream(device) if device.type == "cuda" and size > 1 else None
         groups.by_axis[axis] = Group(axis, ranks, ranks.index(rank), device, meter, process_group, stream)
     return groups
+
+
+FOLDED = {"shard": "dp", "replica": "dp"}
+
+
+def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
+    """The axes of the mesh, and shard and replica where hybrid sharding splits the data axis."""
+    yield from mesh.axes
+    if mesh.size("shard") > 1 and mesh.size("replica") > 1:
+        yield from ((axis, mesh.size(axis)) for axis in FOLDED)

@@ -4,13 +4,14 @@
 rounding.  Each rank sends every other rank that rank's slice (all-to-all) and the owner adds the slices in rank order:
 the bytes of a ring, one hop instead of n - 1, the same bits in every run, and the same bits for every split of the
 message.  NCCL chooses algorithm, protocol and channel count per message size and the order of its sums with them
-(NVIDIA/nccl#457, #1055, #157).  Tried and dropped on gloo: its own reduce-scatter, 46 against 19 ms for a 4 MiB shard
-on 4 ranks of one machine.
+(NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that a sum over
+parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own reduce-scatter,
+46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,47 @@ def reduce_scatter(
     return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, finish)
 
 
+def add_parts(
+    flat: torch.Tensor,
+    accumulator: torch.Tensor,
+    group: Group,
+    *,
+    valid: int,
+    first: bool,
+    name: str = "add_parts",
+) -> Handle[torch.Tensor]:
+    """Adds this rank's slices of `flat` of ranks 0, 1, ... valid - 1, in this order, to `accumulator`.
+
+    Equals ((accumulator + part 0) + part 1) + ...; `first`: the accumulator begins as a copy of part 0.  So calls with
+    parts 0 to w - 1, w to 2 w - 1, ... of one sum give the same bits for every number w of ranks.  Ranks from `valid`
+    on only take part.  flat: 1-D, contiguous, equal slices; accumulator: one slice, not in `flat`.  Counted as a
+    reduce-scatter.
+    """
+    assert group.process_group is not None and 1 <= valid <= group.size
+    assert flat.dtype == accumulator.dtype and flat.numel() == accumulator.numel() * group.size
+    received = torch.empty_like(flat)
+    parts = received.view(group.size, -1)[:valid].unbind()
+    nbytes = (flat.numel() - accumulator.numel()) * flat.element_size()
+    group.meter.count("reduce_scatter", group.axis, nbytes)
+
+    def launch() -> list[dist.Work]:
+        return exchange_parts(group, flat, received)
+
+    def finish() -> torch.Tensor:
+        return add_in_order(parts, accumulator, first)
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)
+
+
+def add_in_order(parts: Sequence[torch.Tensor], accumulator: torch.Tensor, first: bool) -> torch.Tensor:
+    """accumulator + parts[0] + parts[1] + ... in place, in this order; `first`: it begins as parts[0]."""
+    if first:
+        return ordered_sum(parts, accumulator)
+    for part in parts:
+        accumulator.add_(part)
+    return accumulator
+
+
 def all_reduce(
     flat: torch.Tensor,
     group: Group,
@@ -83,10 +125,15 @@ def all_reduce(
         return Handle.done(flat.mul_(scale) if scale != 1.0 else flat)
     own = flat.chunk(group.size)[group.rank]
     first = reduce_scatter(flat, group, out=own, wire=wire, scale=scale, name=name)
+    return then(first, group, lambda: all_gather(own, group, out=flat, name=name))
+
+
+def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:
+    """`first`, which runs on `group`'s stream, and what `follow` starts on its result, as one transfer."""
     if group.stream is None:
-        return Handle(lambda: all_gather(first.wait(), group, out=flat, name=name).wait())
-    with torch.cuda.stream(group.stream):  # both halves are ordered on the side stream itself
-        second = all_gather(own, group, out=flat, name=name)
+        return Handle(lambda: (first.wait(), follow().wait())[1])
+    with torch.cuda.stream(group.stream):  # both are ordered on the side stream itself
+        second = follow()
     return Handle(lambda: (first.wait(), second.wait())[1])
 
 

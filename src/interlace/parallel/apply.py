@@ -38,7 +38,8 @@ def parallelize(
         optimizer.step()
 
     Args:
-        mesh: a `Mesh`, its text ("dp=4"), or None for all ranks along the data axis.  A process without a process
+        mesh: a `Mesh`, its text ("dp=4", or "dp=4 shard=2" to split over 2 neighbours and repeat that twice), or None
+            for all ranks along the data axis.  A process without a process
             group is joined to its torchrun or SLURM peers, and is a world of one if it has none.
         roles: parameter name -> `spec.Role`; on the data axis it says which parameters take no weight decay (norms
             and biases; by default those with fewer than two dimensions).
@@ -70,6 +71,7 @@ def parallelize(
         module.to(device),
         groups["dp"],
         zero=zero,
+        hybrid=(groups["shard"], groups["replica"]) if "shard" in groups.by_axis else None,
         units=units,
         gradients=gradients,
         compute_dtype=compute_dtype,
@@ -86,8 +88,7 @@ def _data_mesh(mesh: Mesh | str | None, size: int) -> Mesh:
         mesh = Mesh.parse(mesh)
     if mesh.world != size:
         raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {size} are running; use dp={size}.")
-    whole = {"dp": size, "shard": size}
-    other = [axis for axis, n in (*mesh.axes, *mesh.folds) if n != whole.get(axis, 1)]
+    other = [axis for axis, n in (*mesh.axes, *mesh.folds) if axis not in ("dp", "shard") and n > 1]
     if other:
         raise PlanError(f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={size}.")
     return mesh if any(axis == "dp" for axis, _ in mesh.axes) else Mesh((*mesh.axes, ("dp", 1)))

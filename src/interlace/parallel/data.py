@@ -26,20 +26,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import is_dataclass
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from interlace.collectives import Group, Handle, broadcast, sum_scalars
 from interlace.errors import ConfigError
 from interlace.parallel import norm as norms
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Slot, assign_slots, leave_meta
-from interlace.parallel.state import load_state, whole_state
-from interlace.parallel.units import Unit, find_units, homes
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, assign_slots, leave_meta
+from interlace.parallel.state import digest, load_state, whole_state
+from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
@@ -51,6 +49,8 @@ class DataParallel(nn.Module):
     Args:
         module: any module; on the meta device when `materialise` is given.  Changed in place.
         group: the ranks of the data axis.
+        hybrid: the ranks that share one copy, neighbours in `group`, and those that hold the same shard (Zhao et al.,
+            arXiv 2304.11277): gathers stay inside the first, and 1/n of the gradients crosses between the second.
         zero: 0, 1, 2 or 3.
         units: names or patterns ("blocks.*") of the submodules gathered together, in the order in which they run; by
             default the children of every outermost `nn.ModuleList`.
@@ -75,6 +75,7 @@ class DataParallel(nn.Module):
         group: Group,
         *,
         zero: int = 0,
+        hybrid: tuple[Group, Group] | None = None,
         units: Sequence[str] | None = None,
         gradients: str = "mean",
         compute_dtype: torch.dtype | None = None,
@@ -92,6 +93,10 @@ class DataParallel(nn.Module):
             raise ConfigError(f'gradients="{gradients}" is neither "mean" nor "sum".')
         self.module = module
         self.group = group
+        if hybrid is not None and zero == 0:
+            raise ConfigError(f"zero=0 repeats everything on every rank of shard={hybrid[0].size}; use zero 1, 2 or 3.")
+        self.inner = hybrid[0] if hybrid else group
+        self.outer = hybrid[1] if hybrid else None
         self.zero = zero
         self.overlap = overlap
         self.ahead = ahead if overlap else 0
@@ -102,7 +107,8 @@ class DataParallel(nn.Module):
         self._stale = False
         self._next_gather = 0
         self._next_item = 0
-        self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]]]] = deque()
+        self._round: Round | None = None
+        self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]], bool]] = deque()
         self.units, self.root = find_units(module, units)
         self._fill_units(compute_dtype, dims or {}, decay or {})
         if materialise is None:
@@ -151,6 +157,26 @@ class DataParallel(nn.Module):
         finally:
             self.sync = before
 
+    @contextmanager
+    def round(self, number: int, micro_batches: int) -> Iterator[None]:
+        """The backward pass inside is number `number` of a step whose sum has the same bits for every number of ranks.
+
+        Micro-batch i of all `micro_batches` is rank i mod w's in pass i div w; a rank without one runs any other, whose
+        gradient is not added.  Every pass is reduced as it finishes, and its gradients are added in order of i.  The
+        sum is in place after the last pass.
+        """
+        assert self._scale == 1.0 and self._wire in (None, torch.float32), "a sum in fp32 is asked for"
+        round = Round.of(number, self.group.size, micro_batches)
+        if self.group.size == 1:  # gradients add up where they arise, in the same order
+            with nullcontext() if round.last else self.no_sync():
+                yield
+            return
+        self._round = round
+        try:
+            yield
+        finally:
+            self._round = None
+
     def refresh(self) -> None:
         """Takes the parameters from the main weights again, after these were changed by hand.  Collective."""
         for flat in self.flats:
@@ -162,7 +188,7 @@ class DataParallel(nn.Module):
     @property
     def sharded(self) -> bool:
         """Whether ranks hold different parts of the main weights."""
-        return self.zero > 0 and self.group.size > 1
+        return self.zero > 0 and self.inner.size > 1
 
     @property
     def flats(self) -> list[Flat]:
@@ -210,10 +236,24 @@ class DataParallel(nn.Module):
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of the gradient elements that this rank has to count: fp64, [1].
 
-        What every rank holds is counted by the first rank of the group.
+        What several ranks hold is counted by the first of them.
         """
-        counted = [flat for flat in self._trainable if flat.sharded or self.group.rank == 0]
+        first = self.outer is None or self.outer.rank == 0
+        counted = [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
         return norms.square_sum((leaf for flat in counted for leaf in flat.leaves), self.group.device)
+
+    def chunk_squares(self) -> torch.Tensor:
+        """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
+        return norms.own_chunks(self._trainable)
+
+    def add_chunks(self, everyone: torch.Tensor) -> torch.Tensor:
+        """The sum of what `chunk_squares` gives on each rank, [ranks, chunks], in the order of chunks in the model.
+
+        fp64, 0-d, the same bits for every number of ranks: padding, which depends on it, is left out.
+        """
+        if self.outer is not None:  # rows of ranks in the order of what they own
+            everyone = everyone.view(self.outer.size, self.inner.size, -1).transpose(0, 1).flatten(0, 1)
+        return norms.add_chunks(self._trainable, everyone)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
@@ -223,6 +263,10 @@ class DataParallel(nn.Module):
         norm = sum_scalars(self.square_sum(), [self.group], name="gradient norm").sqrt()[0]
         norms.scale(self.leaves(), norm, max_norm)
         return norm
+
+    def digest(self, everywhere: bool = False) -> str:
+        """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
+        return digest(self.flats, everywhere or self.group.rank == 0)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
@@ -276,7 +320,9 @@ class DataParallel(nn.Module):
             computing = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
             main = torch.promote_types(dtype, torch.float32) if trainable else computing
             label = unit.name + ("" if trainable else ".frozen") + ("" if not unit.flats else f".{len(unit.flats)}")
-            unit.flats.append(Flat(label, found, self.group, self.zero, trainable, computing, main))
+            unit.flats.append(
+                Flat(label, found, self.group, self.inner, self.outer, self.zero, trainable, computing, main)
+            )
         self.units = [unit for unit in self.units if unit.flats]
         for position, unit in enumerate(self.units):
             unit.position = position
@@ -402,6 +448,8 @@ class DataParallel(nn.Module):
             raise ConfigError("zero=3 cannot keep a graph of the backward pass (create_graph); use zero 0, 1 or 2.")
         self._phase = "backward"
         self._next_item = 0
+        while self._reductions:  # of the round before: their buffers are written again now
+            self._deliver()
         for flat in self.root.flats:  # there already, unless a pass without gradients came in between
             flat.gather()
             flat.show()
@@ -474,32 +522,35 @@ class DataParallel(nn.Module):
             unit.reduced = True
             while len(self._reductions) >= IN_FLIGHT:
                 self._deliver()
-            self._reductions.append((unit, [flat.reduce(self._scale, self._wire) for flat in unit.trainable]))
+            self._reductions.append((unit, [self._reduce(flat) for flat in unit.trainable], self._is_last))
             while self._reductions and not self.overlap:
                 self._deliver()
 
+    def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
+        return flat.reduce(self._scale, self._wire) if self._round is None else flat.reduce_round(self._round)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether this backward pass is a step's last."""
+        return self._round is None or self._round.last
+
     def _deliver(self) -> None:
-        unit, handles = self._reductions.popleft()
+        unit, handles, last = self._reductions.popleft()
         for flat, handle in zip(unit.trainable, handles, strict=True):
             handle.wait()
-            flat.deliver()
+            flat.deliver(last)
 
     def _end_backward(self) -> None:
-        """What is left of the list; then every gradient is in place, in the order of the compute stream."""
+        """What is left of the list; then every gradient is in place, in the order of the compute stream.
+
+        The last reductions of a round that others follow travel on, under the next forward.
+        """
         while self._next_item < len(self._items):
             self._issue()
-        while self._reductions:
-            self._deliver()
-        if self.sync:
-            self._stale = True
-        else:
-            for flat in self._trainable:
+        if self._is_last:
+            while self._reductions:
+                self._deliver()
+            self._stale = self._stale or self.sync
+            for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested containers and dataclasses."""
-    leaves = tree_leaves(value)
-    inside = [vars(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
-    return [leaf for leaf in leaves + tree_leaves(inside) if isinstance(leaf, torch.Tensor)]

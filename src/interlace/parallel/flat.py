@@ -11,7 +11,7 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
     zero            0      1      2      3
     main weights    n     n/w    n/w    n/w     fp32, what the optimizer updates
     parameters      n*     n      n     two units at a time, in shared buffers
-    gradients       n      n     n/w    n/w     fp32, after the reduction
+    gradients       n      n     n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
     * no second copy when the parameters compute in the dtype of the main weights
 
 Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, all_gather, all_reduce, reduce_scatter
+from interlace.collectives import Group, Handle, add_parts, all_gather, all_reduce, reduce_scatter, then
 from interlace.errors import ConfigError
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
@@ -89,13 +89,38 @@ class Placement:
     stop: int
 
 
+@dataclass(frozen=True)
+class Round:
+    """One backward pass of a step whose micro-batches are added in their order: `valid` ranks have one.
+
+    Round j of w ranks holds micro-batches j w, j w + 1, ..., one on each rank.
+    """
+
+    valid: int
+    first: bool
+    last: bool
+
+    @classmethod
+    def of(cls, number: int, ranks: int, micro_batches: int) -> Round:
+        """Round `number` of a step of `micro_batches` in all."""
+        left = micro_batches - number * ranks
+        assert left > 0, (number, ranks, micro_batches)
+        return cls(min(ranks, left), number == 0, left <= ranks)
+
+
 @dataclass(eq=False)
 class Flat:
-    """A run of parameters, its main weights, its place to be gathered in, and its gradients."""
+    """A run of parameters, its main weights, its place to be gathered in, and its gradients.
+
+    group: all ranks of the data axis.  inner: those that share one copy, neighbours; outer: those that hold the same
+    shard, None when `inner` are all.
+    """
 
     name: str
     members: list[Member]
     group: Group
+    inner: Group
+    outer: Group | None
     zero: int
     trainable: bool
     compute_dtype: torch.dtype
@@ -106,9 +131,11 @@ class Flat:
     slot: Slot | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
+    _sum: torch.Tensor | None = None
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
+    _in_rounds: bool = False
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
@@ -129,18 +156,22 @@ class Flat:
 
     @property
     def sharded(self) -> bool:
-        return self.group.size > 1 and (self.zero == 3 or (self.zero > 0 and self.trainable))
+        return self.inner.size > 1 and (self.zero == 3 or (self.zero > 0 and self.trainable))
 
     @property
     def own(self) -> tuple[int, int]:
         """First and past-the-last element of the run that this rank owns (also under zero=0: what it writes out)."""
         size = self.numel // self.group.size
-        return self.group.rank * size, (self.group.rank + 1) * size
+        place = self.group.rank if self.outer is None else self.inner.rank * self.outer.size + self.outer.rank
+        return place * size, (place + 1) * size
 
     @property
     def held(self) -> tuple[int, int]:
         """The elements of the run whose main weights this rank holds."""
-        return self.own if self.sharded else (0, self.numel)
+        if not self.sharded:
+            return 0, self.numel
+        size = self.numel // self.inner.size
+        return self.inner.rank * size, (self.inner.rank + 1) * size
 
     @property
     def casts(self) -> bool:
@@ -150,7 +181,7 @@ class Flat:
     def layout(self, index: int) -> str:
         """The layout string of the main weights of member number `index`."""
         dims = self.members[index].dims
-        return member_layout(dims, self.cut, index, self.group.axis) if self.sharded else dims
+        return member_layout(dims, self.cut, index, self.inner.axis) if self.sharded else dims
 
     def build(self, device: torch.device, materialise: Materialise | None) -> None:
         """Allocates the main weights and fills them, from the parameters or from `materialise`, range by range."""
@@ -220,9 +251,9 @@ class Flat:
         if not self.sharded:
             whole.copy_(self.main)
             return
-        begin, end = self.own
+        begin, end = self.held
         slot.arriving = all_gather(
-            whole[begin:end], self.group, out=whole, source=self.main, name=f"gather {self.name}"
+            whole[begin:end], self.inner, out=whole, source=self.main, name=f"gather {self.name}"
         )
 
     def show(self) -> None:
@@ -316,15 +347,24 @@ class Flat:
         if not self.sharded:
             assert self.grad is not None
             return self.grad
+        if self._in_rounds and self.outer is None:
+            return self._accumulator()
         if self.zero == 1:
             assert self.grad is not None
-            return self.grad[self.own[0] : self.own[1]]
+            return self.grad[self.held[0] : self.held[1]]
         if self._shard_grad is None:
             self._shard_grad = torch.empty_like(self.main)
         return self._shard_grad
 
-    def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
-        """Starts the sum over ranks; members without a gradient on this rank count as zero."""
+    def _accumulator(self) -> torch.Tensor:
+        """Where rounds add up, for the elements that this rank owns."""
+        if self._sum is None:
+            begin, end = self.own
+            self._sum = torch.empty(end - begin, dtype=self.main_dtype, device=self.main.device)
+        return self._sum
+
+    def _complete(self) -> torch.Tensor:
+        """The gradient of this rank; members without one count as zero."""
         if not self._written:
             self._begin_gradients()
         assert self.grad is not None
@@ -332,16 +372,43 @@ class Flat:
             if index not in self._written:
                 self.grad[member.offset : member.offset + member.numel].zero_()
         self._written.clear()
-        name = f"reduce {self.name}"
+        return self.grad
+
+    def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
+        """Starts the sum over ranks."""
+        grad, name = self._complete(), f"reduce {self.name}"
+        self._in_rounds = False
         wire = wire if self.main_dtype.is_floating_point else None
         if not self.sharded:
-            return all_reduce(self.grad, self.group, wire=wire, scale=scale, name=name)
-        return reduce_scatter(self.grad, self.group, out=self._reduced(), wire=wire, scale=scale, name=name)
+            return all_reduce(grad, self.group, wire=wire, scale=scale, name=name)
+        reduced, outer = self._reduced(), self.outer
+        inside = reduce_scatter(grad, self.inner, out=reduced, wire=wire, scale=scale, name=name)
+        if outer is None:
+            return inside
+        return then(inside, self.inner, lambda: all_reduce(reduced, outer, wire=wire, name=name))
 
-    def deliver(self) -> None:
-        """After the reduction: hands the gradient to the leaves and lets the whole run go where only a shard stays."""
+    def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
+        """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
+        that hold an element have it."""
+        grad, name, accumulator = self._complete(), f"reduce {self.name}", self._accumulator()
+        self._in_rounds = True
+        sent = grad
+        if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
+            sent = grad.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1)
+        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, name=name)
+        holders = self.outer if self.sharded else self.group
+        if not round.last or holders is None:
+            return added
+        held = self._reduced()
+        return then(added, self.group, lambda: all_gather(accumulator, holders, out=held, name=name))
+
+    def deliver(self, last: bool = True) -> None:
+        """After a reduction: lets the whole run go where only a shard stays; after the last one of a step, hands the
+        gradient to the leaves."""
         if self.sharded and self.zero >= 2:
             self.grad = None
+        if not last:
+            return
         self._hand_out(self._reduced())
         for leaf, carried in zip(self.leaves, self._carried, strict=True):
             if carried is not None:
@@ -366,13 +433,23 @@ class Flat:
     def whole(self, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full, from `values` laid out as the main weights.  Collective when sharded."""
         if self.sharded:
-            values = all_gather(values.contiguous(), self.group, name=f"collect {self.name}").wait()
+            values = all_gather(values.contiguous(), self.inner, name=f"collect {self.name}").wait()
         for member in self.members:
             yield member.name, values[member.offset : member.offset + member.numel].view(member.shape)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient tensors that are held now."""
-        return [grad for grad in (self.grad, self._shard_grad) if grad is not None]
+        return [grad for grad in (self.grad, self._shard_grad, self._sum) if grad is not None]
+
+    def own_gradient(self) -> torch.Tensor:
+        """The reduced gradient of the elements that this rank owns: 1-D, whole chunks, zero between parameters."""
+        (begin, end), start = self.own, self.held[0]
+        return self._reduced()[begin - start : end - start]
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that hold elements of parameters; what follows pads the run for its ranks."""
+        return math.ceil(max(member.offset + member.numel for member in self.members) / self.cut.chunk)
 
     def gradient(self) -> torch.Tensor:
         """The gradient of the held elements, after a backward pass."""

@@ -1,16 +1,23 @@
 """The global 2-norm of gradients, and clipping by it; every element counts once, whatever its layout.
 
 Equals `torch.nn.utils.clip_grad_norm_` in one process, which called on one rank would see that rank's shard.
+
+`square_sum` is the quick one.  `chunk_squares` and `tree_sum` add in an order that a shape alone decides: elementwise
+additions, halves onto halves, whose bits do not depend on what else lies in memory or how much is added at a time, as
+those of a reduction kernel may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from interlace.parallel.flat import Flat
+
 CHUNK = 4096
+BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements whose squares are held at a time; CHUNK divides it
 
 
 def square_sum(leaves: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
@@ -30,7 +37,46 @@ def square_sum(leaves: Iterable[nn.Parameter], device: torch.device) -> torch.Te
     return total
 
 
+def chunk_squares(gradient: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Sum of squares of every chunk of `gradient`: fp64, [numel / chunk]; the same bits for a chunk wherever it lies.
+
+    gradient: 1-D, whole chunks, a power of two of elements each.  Squares and sums of a chunk are in fp32.
+    """
+    assert chunk & (chunk - 1) == 0 and gradient.numel() % chunk == 0, (gradient.numel(), chunk)
+    block = max(chunk, BLOCKS[gradient.device.type])
+    sums = [tree_sum(part.view(-1, chunk).square()).double() for part in gradient.split(block)]
+    return torch.cat(sums) if sums else gradient.new_zeros(0, dtype=torch.float64)
+
+
+def tree_sum(values: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, which must not be empty: second half onto the first until one is left.
+
+    Takes `values` over as work space.
+    """
+    count = values.shape[-1]
+    assert count > 0
+    while count > 1:
+        half = (count + 1) // 2
+        values[..., : count - half] += values[..., half:count]
+        count = half
+    return values[..., 0]
+
+
+def own_chunks(flats: Sequence[Flat]) -> torch.Tensor:
+    """`chunk_squares` of every chunk of gradients that this rank owns, run after run: [chunks]."""
+    return torch.cat([chunk_squares(flat.own_gradient(), flat.cut.chunk) for flat in flats])
+
+
+def add_chunks(flats: Sequence[Flat], everyone: torch.Tensor) -> torch.Tensor:
+    """The sum, 0-d, of what `own_chunks` gives on each rank, [ranks, chunks], ranks in the order of what they own."""
+    counts = [flat.numel // flat.cut.chunk // everyone.shape[0] for flat in flats]
+    parts = zip(flats, everyone.split(counts, dim=1), strict=True)
+    return tree_sum(torch.cat([part.reshape(-1)[: flat.chunks] for flat, part in parts]))
+
+
 def scale(leaves: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
     """Multiplies all gradients by min(1, limit / norm); `norm` stays on the device, nothing waits for it."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
-    torch._foreach_mul_([leaf.grad for leaf in leaves if leaf.grad is not None], factor)
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    for dtype in {grad.dtype for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))

@@ -5,6 +5,7 @@ Equals `state_dict` and `load_state_dict` of the module before it was wrapped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,21 @@ def whole_state(module: nn.Module, flats: Sequence[Flat]) -> dict[str, Any]:
     whole = {name: tensor.to("cpu", copy=True) for flat in flats for name, tensor in flat.whole(flat.main)}
     state: dict[str, Any] = module.state_dict()
     return {**state, **{name: whole[first] for name, first in _first_names(module, flats).items()}}
+
+
+def digest(flats: Sequence[Flat], here: bool) -> str:
+    """Of every parameter's name and main weights, whatever the plan: blake2b, in order of names.  Collective.
+
+    Only where `here` is true; "" elsewhere.
+    """
+    found = {}
+    for flat in flats:
+        for name, tensor in flat.whole(flat.main):
+            if here:
+                values = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
+                found[name] = hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()
+    text = "\n".join(f"{name} {value}" for name, value in sorted(found.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if here else ""
 
 
 def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any], strict: bool) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from interlace.errors import ConfigError, nearest
 from interlace.parallel.flat import Flat
@@ -82,3 +85,10 @@ def homes(module: nn.Module, units: Sequence[Unit], root: Unit) -> dict[int, Uni
             if parameter is not None:
                 used.setdefault(id(parameter), set()).add(at)
     return {key: everyone[ats.pop()] if len(ats) == 1 else root for key, ats in used.items()}
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers and dataclasses."""
+    leaves = tree_leaves(value)
+    inside = [vars(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
+    return [leaf for leaf in leaves + tree_leaves(inside) if isinstance(leaf, torch.Tensor)]

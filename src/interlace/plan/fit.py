@@ -34,6 +34,7 @@ def check(
         raise PlanError(f"a run needs at least 1 rank, found {world}")
     cfg = config.model_config()
     _check_data(config, cfg)
+    _check_fixed(config)
     plan = config.plan
     reason = _reason(config, cfg, plan, world, available_axes)
     if reason is None and memory_bytes is not None:
@@ -90,11 +91,20 @@ def _check_data(config: Config, cfg: ModelConfig) -> None:
         )
 
 
+def _check_fixed(config: Config) -> None:
+    """What contradicts sums that are the same for every plan."""
+    if _is_fixed(config) and config.train.reduce_dtype != "fp32":
+        raise PlanError(
+            f'train.reduce_dtype "{config.train.reduce_dtype}" rounds what travels, so that sums depend on the plan, '
+            'and run.reproducible is "plan": nearest is train.reduce_dtype="fp32"'
+        )
+
+
 def _reason(
     config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available_axes: Sequence[str]
 ) -> str | None:
     """Why this plan cannot run, as the end of a sentence that begins with the plan; None if it can."""
-    for rule in (_axes, _ranks, _divides_model, _divides_batch):
+    for rule in (_axes, _ranks, _divides_model, _fixed_batch if _is_fixed(config) else _divides_batch):
         if reason := rule(config, cfg, plan, world, available_axes):
             return reason
     return None
@@ -106,7 +116,7 @@ def _axes(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, avai
         if size > 1 and axis not in available:
             return f"splits over {axis}, which this release does not execute (it executes {', '.join(available)})"
     unfixed = [axis for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
-    if config.run.reproducible == "plan" and unfixed:
+    if _is_fixed(config) and unfixed:
         return f'splits over {unfixed[0]} with run.reproducible = "plan", whose sums are fixed only over dp and pp'
     return None
 
@@ -116,6 +126,8 @@ def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, ava
         return f"needs {_ranks_text(plan.world)}, found {world}"
     if plan.shard > 1 and plan.dp % plan.shard:
         return f"asks for shard={plan.shard}, which does not divide dp={plan.dp}"
+    if plan.shard > 1 and not plan.zero:
+        return f"asks for shard={plan.shard} with zero=0, which repeats everything on every rank"
     if plan.ep > 1:
         if not cfg.num_experts:
             return f"asks for ep={plan.ep}, and the model has no experts"
@@ -162,6 +174,26 @@ def _divides_batch(
     return None
 
 
+def _is_fixed(config: Config) -> bool:
+    return config.run.reproducible == "plan"
+
+
+def _fixed_batch(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]
+) -> str | None:
+    """With `run.reproducible = "plan"` a micro-batch is the same sequences whatever dp is; any number will do."""
+    if plan.micro_batches > 1:
+        return (
+            f'asks for micro_batches={plan.micro_batches} with run.reproducible = "plan", where their number follows '
+            "from micro_batch_size (sequences, 1 when left out); give that instead"
+        )
+    if plan.micro_batch_size > config.train.global_batch:
+        return (
+            f"asks for micro_batch_size={plan.micro_batch_size}, found train.global_batch {config.train.global_batch}"
+        )
+    return None
+
+
 def _ranks_text(count: int) -> str:
     return f"{count} rank" + ("s" if count != 1 else "")
 
@@ -197,6 +229,8 @@ def _meshes(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, in
 def _batchings(config: Config, dp: int) -> set[tuple[int, int]]:
     """(micro_batches, micro_batch_size) worth trying: as asked, one, powers of two, and as many as there are."""
     asked = config.plan
+    if _is_fixed(config):
+        return {(1, size) for size in (asked.micro_batch_size, min(asked.micro_batch_size, config.train.global_batch))}
     least = max(1, config.train.global_batch // dp)
     counts = {1, least, min(asked.micro_batches, least)} | {1 << i for i in range(least.bit_length())}
     return {(count, 0) for count in counts if count <= least} | {(asked.micro_batches, asked.micro_batch_size)}

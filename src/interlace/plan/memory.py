@@ -1,6 +1,7 @@
 """Bytes that a plan needs on its most loaded rank, counted as the engine holds them.
 
-Per run of n padded elements (the parameters of a unit, flat) in w ranks, c bytes per element in the compute dtype:
+Per run of n padded elements (the parameters of a unit, flat), shared by w ranks (dp, or shard), c bytes per element in
+the compute dtype:
 
     zero              0         1        2               3
     main weights      4 n       4 n/w    4 n/w           4 n/w         fp32
@@ -10,7 +11,8 @@ Per run of n padded elements (the parameters of a unit, flat) in w ranks, c byte
     * none in fp32, where the main weights compute
 
 "+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
-micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.
+micro-batches, since they are reduced once a step.  With `run.reproducible = "plan"` every micro-batch is reduced, into
+a shard of its own (4 n/w more under zero 0 and 1).  A reduction that travels holds a second buffer of its unit.
 
 Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
 its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Not counted: what
@@ -67,6 +69,9 @@ def gib(size: int) -> str:
 
 def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
     """(micro-batches per step, sequences in the largest) on the replica that has most of the global batch."""
+    if config.run.reproducible == "plan":
+        size = min(plan.micro_batch_size or 1, config.train.global_batch)
+        return math.ceil(math.ceil(config.train.global_batch / size) / plan.dp), size
     sequences = math.ceil(config.train.global_batch / plan.dp)
     if plan.micro_batch_size:
         size = min(plan.micro_batch_size, sequences)
@@ -88,7 +93,7 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
     names = [*(["embedding"] if stage == 0 else []), *(f"blocks.{i}" for i in range(first, stop))]
     names += ["head"] if stage == plan.pp - 1 else []
 
-    runs = _runs(cfg, plan.dp, plan.tp, plan.cp, plan.ep, tuple(names))
+    runs = _runs(cfg, plan.dp, plan.shard, plan.tp, plan.cp, plan.ep, tuple(names))
     held = sum(run.held(plan.zero) for run in runs)
     copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
@@ -99,7 +104,10 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
     split_runs = [run for run in runs if run.is_split(plan.zero)]
     gradients = 4 * sum(run.numel for run in runs if not run.is_split(plan.zero))
-    if plan.zero == 1 or count > 1:
+    fixed = config.run.reproducible == "plan"
+    if fixed and (plan.zero < 2 or 1 < plan.shard < plan.dp):
+        gradients += 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1)
+    if plan.zero == 1 or (count > 1 and not fixed):
         gradients += 4 * sum(run.numel for run in split_runs)
     else:
         gradients += 4 * _adjacent(split_runs, 3)
@@ -123,7 +131,7 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
 
 @dataclass(frozen=True)
 class _Run:
-    """Parameters that travel together: padded elements, the ranks they are cut over, and where the unit runs.
+    """Parameters that travel together: padded elements, the ranks that share a copy, and where the unit runs.
 
     position -1 is the root: used by several units (a tied embedding), gathered for the whole step.
     """
@@ -145,7 +153,7 @@ class _Run:
 
 
 @functools.lru_cache(maxsize=1024)
-def _runs(cfg: ModelConfig, dp: int, tp: int, cp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
+def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, cp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
     """The runs of the units `names`, in order of execution, on the rank with the largest slices."""
     places = {name: position for position, name in enumerate(units(cfg))}
     found: dict[tuple[int, int], list[int]] = {}
@@ -157,7 +165,7 @@ def _runs(cfg: ModelConfig, dp: int, tp: int, cp: int, ep: int, names: tuple[str
         position = -1 if is_root else places[parameter.unit]
         found.setdefault((position, ways), []).append(_local_numel(parameter, tp, ep))
     return tuple(
-        _Run(position, engine.cut(sizes, ways).total, max(sizes), ways)
+        _Run(position, engine.cut(sizes, ways).total, max(sizes), shard if 1 < shard < ways else ways)
         for (position, ways), sizes in sorted(found.items())
     )
 

@@ -16,7 +16,7 @@ from interlace.mesh import Mesh
 from interlace.plan import zero as engine
 from interlace.spec import Parameter, executed_matmul_flops, parameters, units
 
-FP32 = 4
+FP32, FP64 = 4, 8
 SCALARS = 16  # bytes: loss and norm, fp64, exchanged once a step
 STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, without momentum
 
@@ -29,10 +29,9 @@ class Run:
     members: tuple[Parameter, ...]
     cut: engine.Cut
 
-    @property
-    def layout(self) -> Layout:
-        """Of its elements, one after another, over the data axis."""
-        return Layout.parse(f"U/dp:{self.cut.chunk}")
+    def over(self, axis: str) -> Layout:
+        """The layout of its elements, one after another, split over `axis`."""
+        return Layout.parse(f"U/{axis}:{self.cut.chunk}")
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,27 @@ def runs(cfg: ModelConfig, ranks: int) -> tuple[Run, ...]:
     )
 
 
-def micro_batch_count(plan: ParallelPlan, batch: int) -> int:
-    """Micro-batches that every replica makes of a global batch of `batch` sequences, also the one with fewest."""
+def is_hybrid(plan: ParallelPlan) -> bool:
+    """Whether several groups of `shard` ranks hold a copy each."""
+    return 1 < plan.shard < plan.dp
+
+
+def leaves(plan: ParallelPlan, batch: int) -> list[range]:
+    """The micro-batches of `run.reproducible = "plan"`: micro_batch_size sequences each (1 when not given), for any dp.
+
+    Number i is replica i mod dp's.
+    """
+    size = plan.micro_batch_size or 1
+    return [range(start, min(start + size, batch)) for start in range(0, batch, size)]
+
+
+def micro_batch_count(plan: ParallelPlan, batch: int, fixed: bool = False) -> int:
+    """Micro-batches that every replica makes of a global batch of `batch` sequences, also the one with fewest.
+
+    fixed: as `leaves`, one of them a round.
+    """
+    if fixed:
+        return math.ceil(len(leaves(plan, batch)) / plan.dp)
     if not plan.micro_batch_size:
         return plan.micro_batches
     return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
@@ -72,33 +90,41 @@ def share(config: Config, rank: int, batch: int) -> Share:
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
     found = runs(cfg, plan.dp)
+    axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
     held = whole
     if is_split:
-        held = sum(run.layout.local_numel((run.cut.total,), mesh, rank) for run in found)
+        held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
     copies = 0
     if is_split and plan.zero == 3:
         copies = compute * sum(_gathered(cfg, found))
     elif is_split or compute != FP32:
         copies = compute * whole
+    fixed = config.run.reproducible == "plan"
     states = STATES[config.train.optimizer] + (config.train.optimizer == "sgd" and config.train.momentum > 0)
-    sequences = computed_sequences(plan, mesh, rank, batch)
+    gradients = held if is_split and plan.zero >= 2 else whole
+    if fixed and plan.dp > 1 and (plan.zero < 2 or is_hybrid(plan)):
+        gradients += whole // plan.dp  # what rounds add up in
+    sequences = computed_sequences(plan, mesh, rank, batch, fixed)
     work = executed_matmul_flops(cfg, sequences, config.data.sequence_length, plan.recompute)
     return Share(
         main=FP32 * held,
         copies=copies,
-        gradients=FP32 * (held if is_split and plan.zero >= 2 else whole),
+        gradients=FP32 * gradients,
         optimizer=FP32 * states * held,
         flops=work["matmul"],
         sent=_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {},
     )
 
 
-def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int) -> int:
+def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> int:
     """Sequences that a rank computes of a global batch, one without labels for each of its empty micro-batches."""
+    count = micro_batch_count(plan, batch, fixed)
+    if fixed:
+        own = leaves(plan, batch)[mesh.coordinates(rank)["dp"] :: plan.dp]
+        return sum(len(leaf) for leaf in own) + count - len(own)
     start, stop = split(batch, plan.dp, mesh.coordinates(rank)["dp"])
-    count = micro_batch_count(plan, batch)
     parts = (split(stop - start, count, number) for number in range(count))
     return sum(max(1, last - first) for first, last in parts)
 
@@ -116,20 +142,38 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen."""
     plan = config.plan
     wire = 2 if config.train.reduce_dtype == "bf16" else FP32
-    sent = {"all_gather": SCALARS * (plan.dp - 1), "reduce_scatter": 0}
-    inner = [run for run in found if run.unit != "root"]
+    fixed = config.run.reproducible == "plan"
+    count = micro_batch_count(plan, batch, fixed)
+    scalars = SCALARS
+    if fixed:  # a loss a round, a square sum a chunk
+        scalars = FP64 * (count + sum(run.cut.total // run.cut.chunk for run in found) // plan.dp)
+    sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
+    units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
     if plan.zero == 3:
-        chosen = engine.slots([run.cut.total for run in inner], range(len(inner)), distance=2)
-        regather = [run.unit != "embedding" for run in inner]
+        chosen = engine.slots([run.cut.total for run in units_run], range(len(units_run)), distance=2)
+        regather = [run.unit != "embedding" for run in units_run]
         ahead = 1 if plan.overlap == "on" else 0
-        counts = engine.gathers_per_step(chosen, regather, ahead, micro_batch_count(plan, batch))
-        times |= dict(zip((run.unit for run in inner), counts, strict=True))
+        counts = engine.gathers_per_step(chosen, regather, ahead, count)
+        times |= dict(zip((run.unit for run in units_run), counts, strict=True))
+
+    def add(before: str, after: str, run: Run, elements: int, itemsize: int, often: int) -> None:
+        have, want = (Layout.parse(text.replace(":c", f":{run.cut.chunk}")) for text in (before, after))
+        for transfer in transition(have, want, (elements,), mesh, itemsize):
+            sent[transfer.collective] += transfer.bytes_by_rank[rank] * often
+
+    hybrid = is_hybrid(plan)
+    inner = "shard" if hybrid else "dp"
     for run in found:
-        whole, partial = Layout.parse("U"), Layout.parse("U +dp")
-        for transfer in transition(partial, run.layout, (run.cut.total,), mesh, wire):
-            sent[transfer.collective] += transfer.bytes_by_rank[rank]
-        gathered = FP32 if plan.zero == 0 else compute
-        for transfer in transition(run.layout, whole, (run.cut.total,), mesh, gathered):
-            sent[transfer.collective] += transfer.bytes_by_rank[rank] * times[run.unit]
+        whole = run.cut.total
+        shard = whole // mesh.size(inner)
+        if fixed:
+            add("U +dp", "U/dp:c", run, whole, wire, count)
+        else:
+            add(f"U +{inner}", f"U/{inner}:c", run, whole, wire, 1)
+        if hybrid:
+            if not fixed:
+                add("U +replica", "U/replica:c", run, shard, wire, 1)
+            add("U/replica:c", "U", run, shard, FP32, 1)
+        add(f"U/{inner}:c", "U", run, whole, FP32 if plan.zero == 0 else compute, times[run.unit])
     return sent

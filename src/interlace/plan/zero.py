@@ -5,7 +5,7 @@ run is padded until its chunks divide by the ranks (`cut`).  Runs that are never
 (`slots`).  Gathers and reductions are static lists (`forward_list`, `backward_list`), and so is what is still in a
 buffer when it is asked for again (`gathers_per_step`).
 
-    cut((4, 10, 1), ranks=2)  ->  chunk 8, offsets (0, 8, 24), total 32
+    cut((4, 40, 1), ranks=2)  ->  chunk 32, offsets (0, 32, 96), total 128
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Item:
 
 
 def chunk_elements(numel: int) -> int:
-    """Elements in a chunk of a run of `numel`: a power of two, about 1/4096 of the run, within 8 and 4096.
+    """Elements in a chunk of a run of `numel`: a power of two, about 1/4096 of the run, within 32 and 4096.
 
-    It depends on the run alone, never on the number of ranks, so that sums over chunks are the same for every plan.
+    It depends on the run alone, never on the number of ranks, so that sums over chunks are the same for every plan.  32
+    elements are the widest loop of vectors (two of 16 fp32 numbers), so that no shard ends in a scalar rest, which
+    fused optimizers round differently; and at least 64 bytes, the alignment that BLAS kernels want.
     """
-    return min(4096, max(8, 1 << max(0, (max(numel, 1) // 4096).bit_length() - 1)))
+    return min(4096, max(32, 1 << max(0, (max(numel, 1) // 4096).bit_length() - 1)))
 
 
 def cut(sizes: Sequence[int], ranks: int) -> Cut:
@@ -53,7 +55,7 @@ def cut(sizes: Sequence[int], ranks: int) -> Cut:
 
 
 def member_layout(dims: str, run: Cut, member: int, axis: str = "dp") -> str:
-    """The layout string of member number `member`, held in shards: `(N M)/dp:8@1/4`."""
+    """The layout string of member number `member`, held in shards: `(N M)/dp:32@1/4`."""
     return f"({dims})/{axis}:{run.chunk}@{run.offsets[member] // run.chunk}/{run.total // run.chunk}"
 
 

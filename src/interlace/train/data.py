@@ -97,6 +97,8 @@ class Dataset:
                 ("sequence_length", self.sequence_length),
                 ("seed", seed),
                 ("shuffle", str(section.shuffle).lower()),
+                ("documents", section.documents),
+                ("drop_last", str(section.drop_last).lower()),
             )
         )
         self._order: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
@@ -124,6 +126,10 @@ class Dataset:
         elif rest:
             parts.append(f"the last batch of each epoch has {_count(rest, 'sequence')}")
         return ", ".join(parts)
+
+    def record(self) -> dict[str, Any]:
+        """What a run folder keeps of its data."""
+        return {"digest": self.digest, "files": self.files, "skipped": self.skipped}
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the data set keeps in memory."""

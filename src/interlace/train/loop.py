@@ -1,8 +1,10 @@
 """The training loop: steps, numbers, checkpoints, and the run folder.
 
     run.toml          the whole configuration, as used
-    metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis
+    metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis;
+                      with run.reproducible = "plan" the last one holds the digest of the weights
     events.jsonl      rank 0's transfers and waits of the first steps and of every tenth one after
+    data.json         the digest of the data, the files they are from, and what was skipped, with the reason
     error.json        why the run failed, written by the command line
     checkpoints/      step-N/ as `interlace.checkpoint` writes it
     loss.svg          the loss curve
@@ -57,6 +59,7 @@ class _Made:
     begin: Moment
     end: Moment
     record: Record
+    digest: str = ""
 
 
 def run(world: World, config: str, resume: str = "") -> dict[str, Any]:
@@ -77,12 +80,14 @@ def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
     save_every = cfg.run.save_every or session.steps
     under_way: _Made | None = None
     for step in range(start, session.steps):
-        world.status(step=step, operation="training step")
+        world.status(step=step + 1, operation="training step")
         made = _step(session, step)
         if under_way is not None:
             folder.report(under_way)
         under_way = made
         saves = (step + 1) % save_every == 0 or step + 1 == session.steps
+        if step + 1 == session.steps and session.is_fixed:
+            made.digest = session.model.digest()
         if saves or world.device.type != "cuda":
             folder.report(made)
             under_way = None
@@ -105,6 +110,7 @@ def _step(session: Session, step: int) -> _Made:
         session.groups.host,
         clip_norm=session.cfg.train.clip,
         dropout_key=session.dropout_key(step),
+        leaves=session.leaves,
     )
     sequences = len(session.dataset.indices(session.cursor, session.cfg.train.global_batch))
     session.advance()
@@ -137,7 +143,7 @@ def _same_checkpoint(session: Session, resume: str) -> tuple[Path | None, list[s
         with world.waiting("choice of the checkpoint"):
             name = world.store.get("interlace/resume").decode()
         return Path(name) if name else None, []
-    folder, notes = state.find_checkpoint(session.cfg, resume)
+    folder, notes = state.find_checkpoint(session.cfg, resume, thorough=True)
     world.store.set("interlace/resume", str(folder) if folder else "")
     return folder, notes
 
@@ -165,6 +171,7 @@ class _RunFolder:
             _token(session),
         )  # fmt: skip
         if self.writes:
+            self._refuse_another_run()
             with self._writing():
                 self._open()
             self.board = _tensorboard(self.out) if cfg.run.tensorboard else None
@@ -190,9 +197,19 @@ class _RunFolder:
                 self.board.close()
             self.progress.finish(f"run folder {self.out}" if kind is None else "")
 
+    def _refuse_another_run(self) -> None:
+        """Again, now that the folder is locked: another run may have come and gone since the first look."""
+        saved = sorted((self.out / "checkpoints").glob("step-*[0-9]"))
+        if saved and not self.continues:
+            raise ConfigError(
+                f"{self.out} holds checkpoints of another run ({saved[-1].name}); go on with --resume auto, or choose "
+                "another folder with --set run.out=FOLDER."
+            )
+
     def _open(self) -> None:
         """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
         (self.out / "run.toml").write_text(self.session.cfg.to_toml(), encoding="utf-8")
+        (self.out / "data.json").write_text(json.dumps(self.session.dataset.record(), indent=1), encoding="utf-8")
         (self.out / "error.json").unlink(missing_ok=True)
         metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
         rows, past = [], []
@@ -230,7 +247,7 @@ class _RunFolder:
         self.last_loss = loss
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
-        waited = self._mean_waited(made.record)
+        waited, seconds = self._over_ranks(made.record, seconds)
         if not self.writes:
             return
         rate = made.tokens / seconds
@@ -245,7 +262,7 @@ class _RunFolder:
             "mfu": rate * self.flops_per_token / (session.world.size * self.peak) if self.peak else None,
             "memory": _memory(session.world.device),
             "waited": waited,
-        }
+        } | ({"digest": made.digest} if made.digest else {})
         with self._writing():
             self.metrics.write(json.dumps(row) + "\n")
             self.metrics.flush()
@@ -255,16 +272,18 @@ class _RunFolder:
             for key in ("loss", "grad_norm", "learning_rate", "tokens_per_s"):
                 self.board.add_scalar(key, row[key], made.step + 1)
         self.progress.step(row)
+        if made.digest:
+            self.progress.note(f"digest of the weights after step {made.step + 1}: {made.digest}")
 
-    def _mean_waited(self, record: Record) -> dict[str, float]:
-        """Seconds stood still in the step, by axis, averaged over the ranks."""
+    def _over_ranks(self, record: Record, seconds: float) -> tuple[dict[str, float], float]:
+        """Seconds stood still in the step, by axis, averaged over the ranks; and those of the slowest rank's step."""
         own = record.waited()
-        axes = [axis for axis, size in self.session.mesh.axes if size > 1]
+        axes = [group.axis for group in self.session.groups if group.size > 1]
         if not axes:
-            return {}
-        values = torch.tensor([own.get(axis, 0.0) for axis in axes], dtype=torch.float64)
-        everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(axes))
-        return dict(zip(axes, everyone.mean(dim=0).tolist(), strict=True))
+            return {}, seconds
+        values = torch.tensor([seconds, *(own.get(axis, 0.0) for axis in axes)], dtype=torch.float64)
+        everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(values))
+        return dict(zip(axes, everyone[:, 1:].mean(dim=0).tolist(), strict=True)), everyone[:, 0].max().item()
 
     def _write_events(self, made: _Made, seconds: float) -> None:
         self.origin = self.origin or made.begin
@@ -329,8 +348,8 @@ def _not_finite(session: Session, made: _Made, loss: float, norm: float) -> str:
     step = made.step
     return (
         f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}{where}; no checkpoint was written after "
-        "it.  Resume from the one before with a lower learning rate, or look at the data of this step with "
-        f"`interlace data --steps {step}:{step + 1}`."
+        "it.  Resume from the last one, or begin again, with a lower learning rate; the data of this step are shown by "
+        f"`interlace data {Path(session.cfg.run.out) / 'run.toml'} --steps {step}:{step + 1}`."
     )
 
 

@@ -17,6 +17,7 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.share import micro_batch_count
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute
@@ -48,6 +49,10 @@ class Session:
         """This rank's micro-batches of the next global batch.  A rank without a share gets one without labels."""
         indices = self.dataset.indices(self.cursor, self.cfg.train.global_batch)
         dp = self.groups["dp"]
+        if self.is_fixed:
+            dealt = fixed_leaves(self.cfg.plan, len(indices))[dp.rank :: dp.size]
+            idle = micro_batch_count(self.cfg.plan, len(indices), fixed=True) - len(dealt)
+            return [self._batch([indices[i] for i in leaf], indices[0]) for leaf in [*dealt, *[range(0)] * idle]]
         own = shard(indices, dp.size, dp.rank)
         count = micro_batch_count(self.cfg.plan, len(indices))
         return [self._batch(part, indices[0]) for part in micro_batches(own, count)]
@@ -58,6 +63,18 @@ class Session:
             batch.labels_BT.fill_(IGNORED)
         return batch
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether sums are the same for every plan."""
+        return self.cfg.run.reproducible == "plan"
+
+    @property
+    def leaves(self) -> int:
+        """Micro-batches of the next global batch on all ranks together, when their sum has a fixed order; else 0."""
+        if not self.is_fixed:
+            return 0
+        return len(fixed_leaves(self.cfg.plan, len(self.dataset.indices(self.cursor, self.cfg.train.global_batch))))
+
     def advance(self) -> None:
         self.cursor = self.dataset.advance(self.cursor, self.cfg.train.global_batch)
 
@@ -67,9 +84,8 @@ class Session:
 
 def build(world: World, cfg: Config) -> Session:
     """Collective: every rank calls it with the same configuration."""
-    if cfg.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+    if cfg.run.deterministic or cfg.run.reproducible == "plan":
+        _pin(cfg)
     model_cfg = cfg.model_config()
     dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
     mesh = Mesh.of(cfg.plan)
@@ -87,6 +103,7 @@ def build(world: World, cfg: Config) -> Session:
         decoder,
         groups["dp"],
         zero=cfg.plan.zero,
+        hybrid=(groups["shard"], groups["replica"]) if "shard" in groups.by_axis else None,
         units=UNITS,
         gradients="sum",
         compute_dtype=DTYPES[cfg.train.precision],
@@ -102,6 +119,26 @@ def build(world: World, cfg: Config) -> Session:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     return Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+
+
+def _pin(cfg: Config) -> None:
+    """Makes operators deterministic, for this process; for the same bits under every plan, also what else they hang on.
+
+    One thread on a CPU, whatever the environment says, since the usual number depends on the ranks beside it; fp32
+    products in fp32; fixed shapes when compiled.  Nothing reads memory that nobody wrote, so filling it is left out.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+    if cfg.run.reproducible == "plan":
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
+    if cfg.run.reproducible == "plan" and cfg.train.compile:
+        import torch._dynamo.config as compiling  # slow to import
+
+        compiling.automatic_dynamic_shapes = False  # one rank may see a shape that another does not
 
 
 def initial_values(

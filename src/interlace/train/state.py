@@ -28,11 +28,12 @@ def checkpoints(cfg: Config) -> Path:
     return Path(cfg.run.out) / "checkpoints"
 
 
-def find_checkpoint(cfg: Config, resume: str) -> tuple[Path | None, list[str]]:
+def find_checkpoint(cfg: Config, resume: str, thorough: bool = False) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` names, and notes on what was passed over; None: begin a new run.
 
     resume: "" for a new run; "auto" for the newest checkpoint of the run's own folder, a new run if it has none; else a
-    run folder, its `checkpoints`, or one checkpoint.  Errors: `CheckpointError` when there is nothing valid, or a
+    run folder, its `checkpoints`, or one checkpoint.  thorough: of several, one whose bytes are all as they were
+    written; else manifest and sizes decide.  Errors: `CheckpointError` when there is nothing valid, or a
     checkpoint of another model or optimizer.
     """
     if not resume:
@@ -43,7 +44,7 @@ def find_checkpoint(cfg: Config, resume: str) -> tuple[Path | None, list[str]]:
     if (place / "checkpoints").is_dir():
         place = place / "checkpoints"
     several = place.name == "checkpoints" or any(place.glob("step-*"))
-    folder, notes = find(place) if several else find(place, place)
+    folder, notes = find(place, verify=thorough) if several else find(place, place)
     if folder is None and resume != "auto":
         raise CheckpointError(f"--resume {resume}: {place} holds no finished checkpoint; give another folder.")
     if folder is not None:
@@ -116,8 +117,12 @@ def _check_meta(reader: Reader, cfg: Config) -> None:
     """Refuses a checkpoint of another model or optimizer; before any process starts, and again on every rank."""
     folder = reader.folder
     missing = [key for key in ("model", "optimizer", "optimizer_step", "cursor") if key not in reader.meta]
-    if missing or not isinstance(reader.meta["model"], dict):
-        raise CheckpointError(f"{folder} was not written by a training run (no {missing or 'model'}); resume another.")
+    kinds = {"model": dict, "optimizer": str, "optimizer_step": int, "cursor": dict}
+    wrong = [key for key, kind in kinds.items() if key in reader.meta and not isinstance(reader.meta[key], kind)]
+    if missing or wrong:
+        raise CheckpointError(
+            f"{folder} was not written by a training run (no {(missing + wrong)[0]}); resume another."
+        )
     saved, own = reader.meta["model"], _plain(asdict(cfg.model_config()))
     different = [key for key in own if saved.get(key) != own[key] and key not in EVALUATED_ALIKE]
     if different:

@@ -3,6 +3,8 @@
 The loss of a step is the sum over all valid labels of the global batch, divided once by their global number, however
 the batch is cut: a mean over ranks or micro-batches of means would weigh labels by where they happen to lie
 (pytorch/torchtitan#1842, huggingface/transformers#34191).
+
+With `leaves`, every sum over micro-batches has a fixed order, the same whatever ranks they run on.
 """
 
 from __future__ import annotations
@@ -33,42 +35,61 @@ class StepResult:
 
 
 def forward_backward(
-    model: DataParallel, micro_batches: Sequence[Batch], host: Group, dropout_key: int = 0
+    model: DataParallel, micro_batches: Sequence[Batch], host: Group, dropout_key: int = 0, leaves: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """Gradients of the step's loss into the leaves of `model`, reduced once.
+    """Gradients of the step's loss into the leaves of `model`, reduced once, or with `leaves` once a micro-batch.
 
-    Returns this rank's part of the loss, on the device, and the global number of valid labels.  Every rank passes as
-    many micro-batches, in CPU memory; `host` joins all ranks that hold different samples.
+    Returns this rank's part of the loss, fp64 [1] on the device ([micro-batches] with `leaves`), and the global number
+    of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
+    different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches)
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
-    loss = torch.zeros(1, dtype=torch.float64, device=model.group.device)
+    losses = []
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
-        with nullcontext() if last else model.no_sync():
+        with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
             part, _ = model.run("loss", *batch.to(model.group.device), dropout_key=dropout_key)
             labels = labels or int(counting.wait().sum())
             part = part / max(labels, 1)
             part.backward()
-            loss += part.detach()
-    return loss, labels
+            losses.append(part.detach().double())
+    parts = torch.stack(losses)
+    return parts if leaves else parts.sum(dim=0, keepdim=True), labels
 
 
 def update(
-    model: DataParallel, optimizer: torch.optim.Optimizer, loss: torch.Tensor, *, clip_norm: float = 0.0
+    model: DataParallel,
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    *,
+    clip_norm: float = 0.0,
+    leaves: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clips by the global norm (0 = does not) and updates.  `loss` [1] is this rank's part.
+    """Clips by the global norm (0 = does not) and updates.  `loss` is what `forward_backward` returned.
 
     Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
     """
-    totals = sum_scalars(torch.cat([loss, model.square_sum()]), [model.group], name="loss and norm")
-    norm = totals[1].sqrt()
+    if leaves:
+        total, squares = _fixed_totals(model, loss, leaves)
+    else:
+        total, squares = sum_scalars(torch.cat([loss, model.square_sum()]), [model.group], name="loss and norm")
+    norm = squares.sqrt()
     if clip_norm > 0:
         norms.scale(model.leaves(), norm, clip_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return totals[0], norm
+    return total, norm
+
+
+def _fixed_totals(model: DataParallel, losses: torch.Tensor, leaves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the sum of squares, added in an order that the number of ranks has no part in."""
+    rounds, size = losses.numel(), model.group.size
+    own = torch.cat([losses, model.chunk_squares()])
+    everyone = all_gather(own, model.group, name="loss and norm").wait().view(size, -1)
+    in_order = everyone[:, :rounds].t().reshape(-1)[:leaves].clone()
+    return norms.tree_sum(in_order), model.add_chunks(everyone[:, rounds:])
 
 
 def train_step(
@@ -79,7 +100,8 @@ def train_step(
     *,
     clip_norm: float = 0.0,
     dropout_key: int = 0,
+    leaves: int = 0,
 ) -> StepResult:
     """Forward, backward, clip and update."""
-    loss, labels = forward_backward(model, micro_batches, host, dropout_key)
-    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm), labels, loss[0])
+    loss, labels = forward_backward(model, micro_batches, host, dropout_key, leaves)
+    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves), labels, loss.sum())

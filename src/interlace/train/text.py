@@ -284,7 +284,7 @@ def _record(file: str, number: int, line: bytes, field: str) -> Piece:
     except UnicodeDecodeError as error:
         return bad(f"not UTF-8 (byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line)", error)
     except json.JSONDecodeError as error:
-        return bad(f"not JSON ({error.msg} at column {error.colno})", error)
+        return bad(f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})", error)
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets nested by the thousand
         return bad(f"JSON that Python does not read ({error})", error)
     if not isinstance(record, dict):

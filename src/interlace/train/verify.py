@@ -10,6 +10,9 @@ An elementwise relative error would not do: sums that cancel lose digits in any 
 must hold the same bits.  And on every rank, resident bytes of weights, gathered copies, gradients and optimizer, FLOPs
 of matrix products, and bytes sent by collective must lie within 1 % of `plan.share`; a plan that secretly keeps
 everything fails there.
+
+`exact` asks for more: the same bits.  Under `run.reproducible = "plan"` the steps as configured, AdamW included, run
+under dp=1 and under the plan, and losses, norms and the digest of the weights must be equal.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ from interlace.config import Config, ParallelPlan, loads
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
 from interlace.plan.share import share
+from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
 from interlace.train.data import IGNORED, Dataset
-from interlace.train.step import forward_backward, update
+from interlace.train.step import forward_backward, train_step, update
 from interlace.world import World
 
 TOLERANCE = 1e-5
@@ -46,6 +50,7 @@ RESIDENT_TOLERANCE = 0.01
 LEARNING_RATE = 0.1
 LOOKS = 20  # at the tensors in memory, a twentieth of a second apart
 SLICE = 8  # sequences that the reference computes at a time
+BITS = f"{__name__}:bits"
 UNDER_PLAN = f"{__name__}:under_plan"  # what the plan's ranks run; a test of the proof itself sets a faulty one
 
 
@@ -144,6 +149,7 @@ def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str
 
 def lines(report: Report) -> Iterator[str]:
     """The report as text; the last line is the verdict."""
+    yield "both runs: fp32, eager, SGD at a constant rate, whatever the run file says of these"
     for account in report.accounts:
         mark = "" if account.holds else "   <- off by more than 1 %"
         yield f"rank {account.rank}  {account.what:<28}{account.found:>16,}   expected {account.expected:>16,}{mark}"
@@ -159,6 +165,64 @@ def lines(report: Report) -> Iterator[str]:
         yield f'verify: "{report.plan}" does NOT equal one process ({compared})'
     else:
         yield f'verify: "{report.plan}" gives the right numbers but is not split as computed ({wrong} accounts are off)'
+
+
+# --- the same bits -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What `bits` found under dp=1 and under the plan, there on the first rank that differs."""
+
+    plan: ParallelPlan
+    alone: dict[str, Any]
+    split: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.alone == self.split)
+
+    @property
+    def first_different(self) -> str:
+        """In words; "" when all is equal."""
+        for step, (a, b) in enumerate(zip(*(_figures(found) for found in (self.alone, self.split)), strict=True)):
+            if a != b:
+                return f"step {step + 1}"
+        return "" if self.passed else "the weights"
+
+
+def _figures(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return list(zip(found["losses"], found["norms"], strict=True))
+
+
+def fixed(cfg: Config) -> Config:
+    """The configuration that `exact` runs: as given, with the same bits for every plan."""
+    return replace(cfg, run=replace(cfg.run, reproducible="plan"))
+
+
+def exact(cfg: Config, steps: int, device: str = "cpu") -> Exact:
+    """Runs `steps` steps under dp=1 and under `cfg.plan`, in processes of their own."""
+    cfg = fixed(cfg)
+    one = replace(cfg, plan=ParallelPlan(micro_batch_size=cfg.plan.micro_batch_size))
+    run = functools.partial(run_local, BITS, device=device, timeout=cfg.run.timeout)
+    (alone,), ranks = (run(c.plan.world, {"config": c.to_toml(), "steps": steps}) for c in (one, cfg))
+    return Exact(cfg.plan, alone, next((found for found in ranks if found != alone), ranks[0]))
+
+
+def exact_lines(report: Exact) -> Iterator[str]:
+    """The report as text; the last line is the verdict."""
+    yield f"{'':>6}  {'loss dp=1':<24}{'under the plan':<24}{'norm dp=1':<24}{'under the plan':<24}"
+    pairs = zip(_figures(report.alone), _figures(report.split), strict=True)
+    for step, ((loss, norm), (own_loss, own_norm)) in enumerate(pairs):
+        figures = "".join(f"{float.fromhex(figure):<24.17g}" for figure in (loss, own_loss, norm, own_norm))
+        yield f"{step + 1:>6}  {figures}".rstrip()
+    yield f"digest dp=1            {report.alone['digest']}"
+    yield f"digest under the plan  {report.split['digest']}"
+    steps = len(report.alone["losses"])
+    if report.passed:
+        yield f'verify: "{report.plan}" gives the bits of dp=1 over {steps} steps'
+    else:
+        yield f'verify: "{report.plan}" does NOT give the bits of dp=1; they differ first in {report.first_different}'
 
 
 # --- what the processes run ----------------------------------------------------------------------------------------
@@ -221,13 +285,15 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         session.meter.reset_counts()
         counter = FlopCounterMode(display=False, custom_mapping=ADDED)
         with counter if step == 1 else nullcontext():
-            loss, _ = forward_backward(model, session.batches(), session.groups.host, session.dropout_key(step))
+            loss, _ = forward_backward(
+                model, session.batches(), session.groups.host, session.dropout_key(step), session.leaves
+            )
         if step == 0:
             found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients())
         if step == 1:
             found["resident"] = _resident(session)
             found["flops"] = _products(counter)
-        total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip)
+        total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip, leaves=session.leaves)
         found["losses"].append(total.item())
         if step == 1:
             found["sent"] = {}
@@ -237,6 +303,29 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
     found["digests"]["weight"] = _collect(world, folder, "weight-plan", model.whole_parameters())
     gc.unfreeze()
     return found
+
+
+def bits(world: World, config: str, steps: int) -> dict[str, Any]:
+    """The steps as configured; losses and norms to the last bit, and the digest of the weights, on every rank."""
+    session = sessions.build(world, loads(config))
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(steps):
+        world.status(step=step, operation="step for its bits")
+        rate = optimizers.learning_rate(session.cfg.train, step, session.steps)
+        optimizers.set_learning_rate(session.optimizer, rate)
+        made = train_step(
+            session.model,
+            session.optimizer,
+            session.batches(),
+            session.groups.host,
+            clip_norm=session.cfg.train.clip,
+            dropout_key=session.dropout_key(step),
+            leaves=session.leaves,
+        )
+        found["losses"].append(float(made.loss).hex())
+        found["norms"].append(float(made.grad_norm).hex())
+        session.advance()
+    return found | {"digest": session.model.digest(everywhere=True)}
 
 
 def _collect(world: World, folder: str, name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:

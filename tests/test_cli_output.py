@@ -1,0 +1,138 @@
+"""The command line where its surroundings are awkward: folders that others use, streams that end, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import runs
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def command(folder: Path, *words: str, **where: object) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **where}
+    return subprocess.Popen([sys.executable, "-m", "interlace", *words], cwd=folder, env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def write_run(folder: Path, out: bool) -> str:
+    text = runs.toml(folder, "dp=2 zero=3")
+    if not out:
+        text = text[: text.index("[run]")]
+    (folder / "run.toml").write_text(text)
+    return "run.toml"
+
+
+@pytest.mark.ranks
+def test_two_runs_with_defaults_have_a_folder_each(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=False)
+    pair = [command(tmp_path, "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
+    for process in pair:
+        assert process.wait(90) == 0, process.communicate()
+    folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert folders == ["demo", "demo-2"]
+    seeds = {(tmp_path / "runs" / name / "run.toml").read_text().partition("seed = ")[2][0] for name in folders}
+    assert seeds == {"1", "2"}
+    assert b"another run's folder" in b"".join(process.communicate()[1] for process in pair)
+
+
+@pytest.mark.ranks
+def test_of_two_runs_in_one_folder_one_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=True)
+    pair = [command(tmp_path, "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
+    codes = {process.wait(90): seed for seed, process in enumerate(pair, start=1)}
+    said = [process.communicate()[1].decode() for process in pair]
+    assert 0 in codes, said
+    assert set(codes) - {0} <= {2, 6}, said
+    assert len(codes) == 2, said
+    assert f"seed = {codes[0]}" in (tmp_path / "run" / "run.toml").read_text()
+
+
+@pytest.mark.ranks
+def test_the_verdict_of_verify_survives_a_reader_that_left(tmp_path: Path) -> None:
+    program = "from interlace.train import verify; verify.TOLERANCE = -1.0; from interlace.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = ["verify", write_run(tmp_path, out=True), "--parallel", "dp=1", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, "-uc", program, *words], cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE,
+        timeout=100,
+    )  # fmt: skip
+    os.close(writer)
+    assert done.returncode == 5, done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.ranks
+def test_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=True)
+    with open("/dev/full", "w") as full:
+        process = command(tmp_path, "data", file, "--steps", "0:40", stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert err.decode().splitlines()[-1].startswith("interlace: cannot write the output (No space left on device)")
+    assert b"Traceback" not in err
+
+
+@pytest.mark.ranks
+def test_data_takes_a_plan_and_shows_the_same(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=True)
+    shown = [
+        command(tmp_path, "data", file, "--steps", "0:2", *more).communicate(timeout=60)[0]
+        for more in ([], ["--parallel", "dp=4 zero=3"])
+    ]
+    assert shown[0] == shown[1]
+    assert shown[0].count(b"\n") == 16
+    far = command(tmp_path, "data", file, "--steps", f"{10**20}:{10**21}")
+    assert b"--steps is" in far.communicate(timeout=60)[1]
+    assert far.returncode == 2
+
+
+@pytest.mark.ranks
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=True)
+    process = command(tmp_path, "train", file, "--set", "train.steps=100000", "--set", "run.save_every=2")
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "checkpoints" / "step-2").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert err.decode().splitlines()[-1].endswith("run was stopped by SIGTERM; go on with --resume auto")
+
+
+@pytest.mark.ranks
+def test_the_run_folder_records_its_data(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=True)
+    with (tmp_path / "text.jsonl").open("a") as text:
+        text.write("not json\n")
+    process = command(tmp_path, "train", file, "--set", "data.skip_bad_lines=true")
+    assert process.wait(90) == 0, process.communicate()
+    process.communicate()
+    kept = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert [Path(name).name for name in kept["files"]] == ["text.jsonl"]
+    assert len(kept["skipped"]) == 1
+    assert "not JSON" in kept["skipped"][0]
+    changed = command(tmp_path, "train", file, "--set", "data.skip_bad_lines=true", "--resume", "auto",
+                      "--set", "train.steps=5", "--set", "data.documents=joined")  # fmt: skip
+    _, err = changed.communicate(timeout=90)
+    assert changed.returncode == 2
+    assert b"documents (separate, now joined)" in err
+
+
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = write_run(tmp_path, out=True)
+    process = command(tmp_path, "train", file, "--set", "run.out=file/run")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert err.decode().startswith("interlace: cannot write to file/run (Not a directory); choose another folder")
