@@ -45,6 +45,18 @@ def test_two_runs_with_defaults_have_a_folder_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_a_run_that_never_began_does_not_keep_its_folder(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=False)
+    failed = command(tmp_path, "train", file, "--set", "data.source=gone.txt")
+    assert failed.wait(60) == 2
+    again = command(tmp_path, "train", file)
+    assert again.wait(90) == 0, again.communicate()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
+    for process in (failed, again):
+        process.communicate()
+
+
+@pytest.mark.ranks
 def test_of_two_runs_in_one_folder_one_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     file = write_run(tmp_path, out=True)
     pair = [command(tmp_path, "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]

@@ -278,6 +278,9 @@ def _claimed(cfg: Config) -> Config:
     """
     out = Path(cfg.run.out)
     for place in _numbered(out):
+        with contextlib.suppress(OSError):  # a run that failed before its first step leaves nothing to keep
+            if set(os.listdir(place)) <= {"error.json"}:
+                shutil.rmtree(place)
         try:
             place.mkdir(parents=True)
         except FileExistsError:
