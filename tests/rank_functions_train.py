@@ -51,7 +51,7 @@ def faulty_bits(world: World, config: str, steps: int) -> dict[str, Any]:
 
 
 def killed_at_step_7(world: World, config: str, resume: str = "") -> Any:
-    """A run whose rank 1 gets SIGKILL in its eighth step."""
+    """A run whose rank 1 gets SIGKILL in step 7."""
 
     def train_step(*arguments: Any, **options: Any) -> Any:
         if world.rank == 1 and world.mark.last.step == 7:

@@ -47,13 +47,11 @@ def test_two_runs_with_defaults_have_a_folder_each(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_run_that_never_began_does_not_keep_its_folder(tmp_path: Path) -> None:
     file = write_run(tmp_path, out=False)
-    failed = command(tmp_path, "train", file, "--set", "data.source=gone.txt")
-    assert failed.wait(60) == 2
-    again = command(tmp_path, "train", file)
-    assert again.wait(90) == 0, again.communicate()
+    for more, code in (["--set", "data.source=gone.txt"], 2), ([], 0):
+        process = command(tmp_path, "train", file, *more)
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == code, err
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
-    for process in (failed, again):
-        process.communicate()
 
 
 @pytest.mark.ranks
