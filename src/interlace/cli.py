@@ -279,7 +279,7 @@ def _claimed(cfg: Config) -> Config:
     out = Path(cfg.run.out)
     for place in _numbered(out):
         with contextlib.suppress(OSError):  # a run that failed before its first step leaves nothing to keep
-            if set(os.listdir(place)) <= {"error.json"}:
+            if os.listdir(place) == ["error.json"]:  # an empty one may just have been made by another run
                 shutil.rmtree(place)
         try:
             place.mkdir(parents=True)
@@ -369,7 +369,10 @@ def _error_file(cfg: Config, enabled: bool) -> Iterator[None]:
         yield
     except errors.InterlaceError as error:
         out = Path(cfg.run.out)
-        if enabled and not isinstance(error, errors.ConfigError):
+        if enabled and isinstance(error, errors.ConfigError):
+            with contextlib.suppress(OSError):
+                out.rmdir()  # nothing began in it
+        elif enabled:
             with contextlib.suppress(OSError):  # the message itself is on its way
                 (out / "error.json").write_text(json.dumps(error.to_json(), indent=2) + "\n", encoding="utf-8")
         raise
