@@ -32,6 +32,7 @@ from rank_functions_data import (
     digest,
     gradients,
     mean_loss,
+    reference_step,
     seeded,
     split_step,
     trained,
@@ -438,6 +439,28 @@ def own_loop(world: World) -> list[Any]:
         assert not decayed.get("blocks.1.up.bias", False)
         assert decayed.get("embedding.weight", True)
     return [model.group.size, model.group.rank, str(model.group.device)]
+
+
+def hybrid_loop(world: World) -> list[Any]:
+    """The same under hybrid sharding: frozen and unused parameters, a branch of rank 0's, the norm, whole states."""
+    expected = trained(seeded(0, lambda: Odd(2)), world.size, 2)
+    reference = seeded(0, lambda: Odd(2))
+    reference_step(reference, 0, world.size, 1)
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.37)
+    for zero in (1, 2, 3):
+        model = interlace.parallelize(seeded(world.rank, lambda: Odd(2)), "dp=4 shard=2", zero=zero)
+        check(compare_steps(model, expected), zero)
+        model = interlace.parallelize(seeded(world.rank, lambda: Odd(2)), "dp=4 shard=2", zero=zero)
+        split_step(model, 0, 1)
+        assert abs(model.clip_grad_norm_(0.37).item() - norm.item()) <= 1e-9 * norm.item()
+        check(different(model.whole_gradients(), gradients(reference)), zero, "clipped")
+        owned = [(p.name, p.start, p.stop, torch.Size(p.shape).numel()) for p in model.placements(owned=True)]
+        assert not different(model.state_dict().items(), seeded(0, lambda: Odd(2)).state_dict(), 0.0)
+    try:
+        interlace.parallelize(nn.Linear(2, 2), "dp=4 shard=2")
+    except InterlaceError as error:
+        return [str(error), owned]
+    raise AssertionError("zero=0 was not refused")
 
 
 def compiled(world: World, backend: str) -> None:

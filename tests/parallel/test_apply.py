@@ -40,3 +40,14 @@ def test_without_a_launcher_it_is_a_world_of_one() -> None:
 def test_a_users_loop_trains_as_in_one_process(run_ranks: Callable[..., list[Any]]) -> None:
     found = run_ranks("rank_functions_modules:own_loop", 3)
     assert found == [[3, rank, "cpu"] for rank in range(3)]
+
+
+def test_hybrid_sharding_trains_as_in_one_process(run_ranks: Callable[..., list[Any]]) -> None:
+    found = run_ranks("rank_functions_modules:hybrid_loop", 4)
+    assert {said for said, _ in found} == {"zero=0 repeats everything on every rank of shard=2; use zero 1, 2 or 3."}
+    end: dict[str, int] = {}
+    sizes = {name: numel for _, owned in found for name, _, _, numel in owned}
+    for name, start, stop, _ in sorted(tuple(piece) for _, owned in found for piece in owned):
+        assert start == end.get(name, 0), f"{name}: not owned once"
+        end[name] = stop
+    assert end == sizes

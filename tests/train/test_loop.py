@@ -185,7 +185,7 @@ def test_the_run_folder(made: Made) -> None:
     out = Path(cfg.run.out)
     assert loads((out / "run.toml").read_text()) == cfg
     assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints", "events.jsonl", "loss.svg", "metrics.jsonl", "run.toml",
+        "checkpoints", "data.json", "events.jsonl", "loss.svg", "metrics.jsonl", "run.toml",
     ]  # fmt: skip
     assert sorted(path.name for path in (out / "checkpoints").glob("step*")) == ["step-4", "step-8"]
     for row in made.rows("unbroken"):

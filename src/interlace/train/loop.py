@@ -247,17 +247,17 @@ class _RunFolder:
         self.last_loss = loss
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
-        waited, seconds = self._over_ranks(made.record, seconds)
+        waited, slowest = self._over_ranks(made.record, seconds)
         if not self.writes:
             return
-        rate = made.tokens / seconds
+        rate = made.tokens / slowest
         row = {
             "step": made.step + 1,
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": made.rate,
             "labels": made.result.labels,
-            "step_s": seconds,
+            "step_s": slowest,
             "tokens_per_s": rate,
             "mfu": rate * self.flops_per_token / (session.world.size * self.peak) if self.peak else None,
             "memory": _memory(session.world.device),
