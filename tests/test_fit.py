@@ -208,9 +208,9 @@ def test_units_in_flight() -> None:
     assert memory.gather == pytest.approx(2 * (V * D + 2 * block), rel=1e-2)
     total = total_parameters(config.model_config())
     in_flight = 4 * (V * D + 2 * block)
-    assert memory.gradients == pytest.approx(4 * total / 8 + in_flight + 2 * V * D, rel=1e-2)
+    assert memory.gradients == pytest.approx(in_flight + 2 * V * D, rel=1e-2)  # shards come later, logits are gone then
     several = eight_billion("dp=8 zero=3 micro_batches=2")
-    assert estimate(several, several.plan).gradients == pytest.approx(4 * total * 9 / 8 + 2 * V * D, rel=1e-2)
+    assert estimate(several, several.plan).gradients == pytest.approx(4 * total + 2 * V * D, rel=1e-2)
     alone = eight_billion("dp=1 zero=3")
     assert estimate(alone, alone.plan).gather == 0
 

@@ -366,6 +366,9 @@ class DataParallel(nn.Module):
                 flat.drop()
             self._rest()
         self._drop_stale()
+        if torch.is_grad_enabled() and (self._round is None or self._round.first):
+            for flat in self._trainable:
+                flat.release()
         self._phase = "forward"
         self._next_gather = 0
         for flat in self.root.flats:

@@ -310,6 +310,11 @@ class Flat:
             self.drop()
         self._unreduced = False
 
+    def release(self) -> None:
+        """Lets gradient buffers go that hold nothing: under the activations of the next forward nobody needs them."""
+        if not self._written and all(leaf.grad is None for leaf in self.leaves):
+            self.grad = self._shard_grad = self._sum = None
+
     def drop(self) -> None:
         """Forgets the gradients that have not been reduced."""
         self._written.clear()

@@ -11,8 +11,9 @@ the compute dtype:
     * none in fp32, where the main weights compute
 
 "+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
-micro-batches, since they are reduced once a step.  With `run.reproducible = "plan"` every micro-batch is reduced, into
-a shard of its own (4 n/w more under zero 0 and 1).  A reduction that travels holds a second buffer of its unit.
+micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.  Buffers
+of gradients come as backward needs them and go when the optimizer has read them, so at the beginning of backward, when
+activations are most, three units of them are there.
 
 Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
 its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Not counted: what
@@ -36,7 +37,7 @@ LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the most loaded rank at the worst moment, the beginning of backward.
+    """Bytes on the most loaded rank at the worst moment: the beginning of backward, or its end.
 
     gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of the two gradient
     reductions that may be under way.
@@ -102,19 +103,20 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
-    split_runs = [run for run in runs if run.is_split(plan.zero)]
-    gradients = 4 * sum(run.numel for run in runs if not run.is_split(plan.zero))
+    whole, some = 4 * sum(run.numel for run in runs), 4 * _adjacent(runs, 3)
     fixed = config.run.reproducible == "plan"
+    sums = 0  # accumulators of sums in fixed order, where the reduced gradient has no place of its own
     if fixed and (plan.zero < 2 or 1 < plan.shard < plan.dp):
-        gradients += 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1)
-    if plan.zero == 1 or (count > 1 and not fixed):
-        gradients += 4 * sum(run.numel for run in split_runs)
+        sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1)
+    shards = 4 * sum(run.held(plan.zero) for run in runs)
+    # When the last backward pass of a step begins, then when it ends: gradients, activations, logits.
+    if count > 1:
+        at_first = sums + (some + shards if fixed and plan.zero >= 2 else whole)
     else:
-        gradients += 4 * _adjacent(split_runs, 3)
-    if plan.zero >= 2:
-        gradients += 4 * sum(run.held(plan.zero) for run in split_runs)
-    travelling = [run for run in runs if run.ways > 1]
-    transfer = 4 * _adjacent(travelling, 2)
+        at_first = some
+    begins = (at_first, activations, logits)
+    ends = (sums + (shards + some if plan.zero >= 2 else whole), activations // max(1, stop - first), 0)
+    gradients, activations, logits = max(begins, ends, key=sum)
     return Memory(
         parameters=4 * held + compute * copied,
         gradients=gradients + compute * max(run.largest for run in runs),
@@ -122,7 +124,7 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
         gather=compute * _buffers([run for run in runs if run.shares(plan.zero)]),
         activations=activations,
         logits=logits,
-        transfer=transfer,
+        transfer=4 * _adjacent([run for run in runs if run.ways > 1], 2),
     )
 
 
