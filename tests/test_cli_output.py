@@ -146,3 +146,44 @@ def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> Non
     _, err = process.communicate(timeout=60)
     assert process.returncode == 7
     assert err.decode().startswith("interlace: cannot write to file/run (Not a directory); choose another folder")
+
+
+@pytest.mark.ranks
+def test_resume_auto_goes_on_in_the_newest_of_the_unnamed_folders(tmp_path: Path) -> None:
+    file = write_run(tmp_path, out=False)
+    for more in ([], [], ["--resume", "auto", "--set", "train.steps=5"]):
+        process = command(tmp_path, "train", file, *more)
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+    assert b"going on in runs/demo-2" in err
+    kept = (tmp_path / "runs" / "demo-2" / "checkpoints").glob("step*")
+    assert sorted(path.name for path in kept) == ["step-3", "step-5"]
+    back = command(tmp_path, "train", file, "--resume", "auto", "--set", "train.steps=2")
+    _, err = back.communicate(timeout=90)
+    assert back.returncode == 2
+    assert b"has made 5 steps already, and the run asks for 2; ask for more, as with --set train.steps=10" in err
+
+
+@pytest.mark.ranks
+def test_a_folder_that_names_weights_must_have_them(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    sizes = {"model_type": "llama", "vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "hidden_act": "silu",
+             "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(sizes))
+    text = runs.toml(tmp_path, "dp=1")
+    (tmp_path / "run.toml").write_text(f'[model]\nfrom = "{folder}"\n' + text[text.index("[parallel]") :])
+    for name, code, said in (
+        ("", 0, "no weights in"),
+        ("model.safetensors.index.json", 6, "model.safetensors.index.json"),
+        ("pytorch_model.bin", 8, "bin"),
+    ):
+        if name:
+            (folder / name).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+        process = command(tmp_path, "train", "run.toml", "--set", f"run.out={tmp_path / (name or 'plain')}")
+        _, err = process.communicate(timeout=90)
+        assert process.returncode == code, err
+        assert said in err.decode()
+        if name:
+            (folder / name).unlink()

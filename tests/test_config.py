@@ -124,6 +124,12 @@ def test_to_toml_writes_every_key() -> None:
 # --- layers: preset, file, override, --parallel --------------------------------------------------------------------
 
 
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b'\xef\xbb\xbf[model]\r\npreset = "tiny"\r\n')
+    assert load(path).model.preset == "tiny"
+
+
 def test_without_a_file_the_demo_runs() -> None:
     cfg = load(None)
     assert (cfg.model.preset, str(cfg.plan)) == ("demo", "dp=4 zero=3")

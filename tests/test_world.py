@@ -164,13 +164,17 @@ def test_slurm_places(nodes: str, host: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_broken_environment_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert not launch.under_launcher()
+    with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE is not"):
+        launch.under_launcher()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="MASTER_ADDR is not"):
         launch.under_launcher()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "ten")
-    with pytest.raises(ConfigError, match="'ten'"):
+    with pytest.raises(ConfigError, match="no number in MASTER_PORT=ten"):
+        launch.under_launcher()
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    with pytest.raises(ConfigError, match="from 1 to 65535"):
         launch.under_launcher()
     monkeypatch.setenv("MASTER_PORT", "10")
     monkeypatch.setenv("RANK", "2")

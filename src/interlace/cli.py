@@ -12,6 +12,7 @@ Everything heavy is imported inside a command.  Exit codes are those of `interla
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib.util
 import io
 import itertools
@@ -75,10 +76,13 @@ def train(
 
         place = find_place()
         with _said_once(place):
-            cfg = load(run or None, set_, parallel or None, place.size if place else None)
+            cfg = _at_home(load(run or None, set_, parallel or None, place.size if place else None))
             where = _device(device, cfg.plan.world, place)
             _check(cfg, where, place)
-            if place is None and not resume and not _names_folder(run, set_):
+            unnamed = place is None and not _names_folder(run, set_)
+            if unnamed and resume == "auto":
+                cfg = _newest(cfg)
+            if unnamed and not resume:
                 cfg = _claimed(cfg)
             else:
                 _check_folder(cfg, resume)
@@ -293,6 +297,26 @@ def _claimed(cfg: Config) -> Config:
     raise AssertionError("numbers do not end")
 
 
+def _newest(cfg: Config) -> Config:
+    """The configuration with the folder, of those that runs without a name of their own have made, saved to last."""
+    out = Path(cfg.run.out)
+    saved = [
+        (step.stat().st_mtime, place)
+        for place in out.parent.glob(f"{glob.escape(out.name)}*")
+        if re.fullmatch(rf"{re.escape(out.name)}(-\d+)?", place.name)
+        for step in (place / "checkpoints").glob("step-*[0-9]")
+    ]
+    place = max(saved)[1] if saved else out
+    if place != out:
+        print(f"going on in {place}, the newest of the runs beside {out}", file=sys.stderr)
+    return replace(cfg, run=replace(cfg.run, out=str(place)))
+
+
+def _at_home(cfg: Config) -> Config:
+    """The configuration with "~" at the head of run.out as the user's folder, as a shell would have it."""
+    return replace(cfg, run=replace(cfg.run, out=str(Path(cfg.run.out).expanduser())))
+
+
 def _cannot_write(out: Path, error: OSError) -> errors.ResourceError:
     reason = error.strerror or str(error)
     return errors.ResourceError(f"cannot write to {out} ({reason}); choose another folder with --set run.out=FOLDER.")
@@ -346,7 +370,10 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
     try:
         rank_run(world, **argument)
     except Exception as error:
-        raise world.explain(error) from error
+        said = world.explain(error)
+        if world.rank > 0 and "cause" in said.details:
+            raise typer.Exit(said.details["cause"]["exit_code"]) from None  # the rank at fault speaks, and rank 0
+        raise said from error
     finally:
         launch.leave()
 
@@ -374,7 +401,8 @@ def _error_file(cfg: Config, enabled: bool) -> Iterator[None]:
                 out.rmdir()  # nothing began in it
         elif enabled:
             with contextlib.suppress(OSError):  # the message itself is on its way
-                (out / "error.json").write_text(json.dumps(error.to_json(), indent=2) + "\n", encoding="utf-8")
+                cause = error.details.get("cause", error.to_json())
+                (out / "error.json").write_text(json.dumps(cause, indent=2) + "\n", encoding="utf-8")
         raise
 
 

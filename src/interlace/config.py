@@ -349,7 +349,7 @@ def preset(name: str) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path} must be UTF-8 text, found byte {error.object[error.start]:#x}") from None
     except OSError as error:

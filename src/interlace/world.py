@@ -127,7 +127,7 @@ class World:
                 if self.store.check(["interlace/failure"]):
                     first = compose(Failure(**json.loads(self.store.get("interlace/failure"))))
                     stopped = PeerLost(f"stopped because {first.message}")
-                    stopped.details = first.details
+                    stopped.details = {**first.details, "cause": first.to_json()}
                     return stopped
                 time.sleep(0.02)
             if failure.kind == "timeout":
@@ -155,12 +155,26 @@ class Place:
     port: int
 
 
+NUMBERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+)
+
+
 def find_place() -> Place | None:
     """This process's place as torchrun or SLURM's srun put it into the environment; None without either."""
     env = os.environ
     slurm = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     torchrun = "RANK" in env and "WORLD_SIZE" in env
     if not torchrun and not slurm:
+        if "RANK" in env or "WORLD_SIZE" in env:
+            there, gone = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
+            raise ConfigError(f"{there} is set but {gone} is not; start through torchrun, or unset {there}")
         return None
     try:
         if torchrun:
@@ -178,9 +192,12 @@ def find_place() -> Place | None:
     except KeyError as error:
         raise ConfigError(f"RANK and WORLD_SIZE are set but {error.args[0]} is not; start through torchrun") from error
     except ValueError as error:
-        raise ConfigError(f"the launcher's environment holds no number where one belongs: {error}") from error
+        words = [f"{name}={env[name]}" for name in NUMBERS if not env.get(name, "0").lstrip("-").isdigit()]
+        raise ConfigError(f"the launcher's environment holds no number in {', '.join(words) or error}") from error
     if not 0 <= place.rank < place.size:
         raise ConfigError(f"rank {place.rank} does not exist in a world of {place.size}; check RANK and WORLD_SIZE")
+    if not 0 < place.port < 1 << 16:
+        raise ConfigError(f"MASTER_PORT is {place.port}; a port is a number from 1 to 65535")
     return place
 
 

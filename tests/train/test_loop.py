@@ -344,11 +344,11 @@ def test_torn_rows_go_and_a_checkpoint_damaged_since_is_passed_over(
             DataError,
             r"its data differ from the checkpoint's in sequence_length \(16, now 8\)",
         ),
-        (["train.steps=3"], ConfigError, r"has made all 3 steps; ask for more with --set train.steps=6"),
+        (["train.steps=3"], ConfigError, r"made 3 steps already, and the run asks for 3; ask .* --set train.steps=6"),
         (
             ["train.global_batch=100", "train.epochs=1"],
             ConfigError,
-            r"all 2 steps; ask for more with --set train.epochs=2",
+            r"made 3 steps already, and the run asks for 2; ask .* --set train.epochs=2",
         ),
     ],
 )

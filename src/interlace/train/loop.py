@@ -122,7 +122,8 @@ def _resume(session: Session, resume: str) -> tuple[int, bool]:
     """The number of steps already made, and whether they were made in this run's folder."""
     if not resume:
         return 0, False
-    folder, session.notes = _same_checkpoint(session, resume)
+    folder, notes = _same_checkpoint(session, resume)
+    session.notes += notes
     if folder is None:
         session.notes.append(f"no checkpoint in {state.checkpoints(session.cfg)}: a new run")
         return 0, False
@@ -130,8 +131,11 @@ def _resume(session: Session, resume: str) -> tuple[int, bool]:
     step = state.restore(session, folder)
     if step >= session.steps:
         train = session.cfg.train
-        more = f"epochs={2 * train.epochs}" if train.epochs else f"steps={2 * session.steps}"
-        raise ConfigError(f"{folder} has made all {session.steps} steps; ask for more with --set train.{more}.")
+        more = f"epochs={step * train.epochs // session.steps + 1}" if train.epochs else f"steps={2 * step}"
+        raise ConfigError(
+            f"{folder} has made {step} steps already, and the run asks for {session.steps}; ask for more, as with "
+            f"--set train.{more}."
+        )
     session.notes.append(f"resumed from {folder}")
     return step, state.is_own(session.cfg, folder)
 
@@ -303,6 +307,8 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
     yield f"plan: {cfg.plan} on {session.world.size} ranks ({session.world.device.type}){wire}"
     if folder.peak:
         yield f"MFU: causal model FLOPs over {folder.peak / 1e12:.3g} TFLOP/s per rank ({folder.peak_source})"
+    if cfg.train.warmup >= session.steps:
+        yield f"note: warmup takes {cfg.train.warmup} of {session.steps} steps, so the rate never reaches its peak"
     yield from session.notes
 
 

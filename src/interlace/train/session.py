@@ -24,6 +24,7 @@ from interlace.train import recompute
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
 from interlace.world import World
 
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
 UNITS = ("embedding", "blocks.*", "head")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -118,7 +119,10 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.train.epochs:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
-    return Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
+        made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
+    return made
 
 
 def _pin(cfg: Config) -> None:
@@ -146,10 +150,10 @@ def initial_values(
 ) -> Callable[[str, int, int], torch.Tensor]:
     """(name, start, stop) -> that range of a parameter's first values: a Hugging Face folder's, or random ones.
 
-    A folder with a `config.json` but no weights gives the sizes only.
+    A folder with a `config.json` and no weights in any form gives the sizes only.
     """
     table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
-    if cfg.model.from_ and any(Path(cfg.model.from_).glob("*.safetensors")):
+    if cfg.model.from_ and holds_weights(Path(cfg.model.from_)):
         stored_cfg, stored = weights.load_hf(cfg.model.from_)
         if stored_cfg != model_cfg:
             raise ConfigError(
@@ -160,6 +164,11 @@ def initial_values(
         return lambda name, start, stop: tensors[name].reshape(-1)[start:stop]
     seed = cfg.run.seed
     return lambda name, start, stop: initial_value(table[name], seed, start, stop - start, device, torch.float32)
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a Hugging Face folder has, names or once had weights: then they must all be there and readable."""
+    return any(path.match(pattern) for path in folder.iterdir() for pattern in WEIGHTS)
 
 
 def _agree(groups: Groups, dataset: Dataset) -> None:

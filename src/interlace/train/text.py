@@ -280,7 +280,7 @@ def _record(file: str, number: int, line: bytes, field: str) -> Piece:
         return Piece(file, number, fault=fault, cause=cause)
 
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.rstrip(b"\r\n").decode())
     except UnicodeDecodeError as error:
         return bad(f"not UTF-8 (byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line)", error)
     except json.JSONDecodeError as error:
