@@ -194,6 +194,30 @@ def test_status_is_read_as_written(tmp_path: Path) -> None:
     assert reader.read().operation == "é" * 100
 
 
+def test_status_is_never_read_half_written(tmp_path: Path) -> None:
+    """Moments just below and above 8192 s differ in every byte; a mixture of the two is far from both."""
+    path = tmp_path / "status"
+    path.write_bytes(bytes(world.Status.SIZE))
+    writer, reader = world.Status(str(path)), world.Status(str(path))
+    moments = (8191.999999, 8192.000001)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.is_set():
+            for moment in moments:
+                writer.write(Position(3, "op", moment, moment > 8192, 7))
+
+    writer.write(Position(3, "op", moments[0], False, 7))
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        seen = {(at.since, at.waiting) for at in (reader.read() for _ in range(3000))}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {(moments[0], False), (moments[1], True)}
+
+
 def test_waiting_marks_and_unmarks() -> None:
     import torch
     from torch.distributed import HashStore

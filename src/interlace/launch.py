@@ -275,6 +275,7 @@ def _plug_streams() -> None:
 
 def _watch(ranks: list[_Rank], folder: str, timeout: float, received: list[int]) -> list[Any]:
     """Return all results, or raise: a failure's first cause, a hang, or SystemExit after a signal."""
+    late: set[tuple[int, int, float]] = set()  # the waits beyond the limit at the last look
     while True:
         talking = [rank.pipe for rank in ranks if not rank.said]
         connection.wait([*talking, *(rank.process.sentinel for rank in ranks if rank.failure is None)], POLL)
@@ -296,7 +297,15 @@ def _watch(ranks: list[_Rank], folder: str, timeout: float, received: list[int])
         if all(rank.said for rank in ranks):
             return [_read(folder, "result", index) for index in range(len(ranks))]
         places = [rank.status.read() for rank in ranks]
-        if any(at.waiting and now - at.since > timeout + 2 * POLL for at in places):
+        before, late = (
+            late,
+            {
+                (index, at.waits, at.since)
+                for index, at in enumerate(places)
+                if at.waiting and now - at.since > timeout + 2 * POLL
+            },
+        )
+        if before & late:  # the same wait, seen twice: what was read while its rank wrote cannot be
             raise _hung(ranks, timeout)
 
 

@@ -57,10 +57,16 @@ class Status:
         _STATUS.pack_into(self._map, 0, self._version, step, at.since, at.waiting, at.waits, operation, self._version)
 
     def read(self) -> Position:
-        """What its rank stored last."""
-        for _ in range(5):  # two versions differ while the rank writes, or for ever if it was killed just then
-            head, step, since, waiting, waits, operation, tail = _STATUS.unpack_from(self._map, 0)
-            if head == tail:
+        """What its rank stored last.
+
+        Its rank may be writing: the bytes count once two looks find the same and the two versions in them agree, which
+        they never do again if the rank was killed just then.
+        """
+        found = self._map[:]
+        for _ in range(20):
+            before, found = found, self._map[:]
+            head, step, since, waiting, waits, operation, tail = _STATUS.unpack(found)
+            if head == tail and before == found:
                 break
         text = operation.rstrip(b"\0").decode(errors="ignore")
         return Position(step - 1 if step else None, text, since, waiting, waits)
