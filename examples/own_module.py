@@ -35,12 +35,13 @@ class Net(nn.Module):
 
 def main() -> None:
     world = join(timeout=60)
+    torch.manual_seed(0)
     model = interlace.parallelize(Net(), zero=3)  # rank 0's values are everyone's
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(world.rank)  # each rank has its own part of the batch
     for step in range(1, 41):
         x = torch.randn(64, 32, generator=generator).to(world.device)
-        loss = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True).sin())
+        loss = nn.functional.mse_loss(model(x), x[:, :1] - x[:, 1:2])
         loss.backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
