@@ -93,7 +93,7 @@ def bubbles(events: Sequence[Event]) -> tuple[float, ...]:
 
 @dataclass
 class _State:
-    """Seconds: how far every rank's compute (`clock`) and gathers (`beside`) have come, and since when things are there."""
+    """Seconds: how far compute (`clock`) and gathers (`beside`) of each rank have come, and when things were there."""
 
     table: Table
     costs: Costs
