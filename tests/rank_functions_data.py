@@ -512,6 +512,28 @@ def mixed_precision(world: World) -> None:
         check(different(model.whole_parameters(), weights(reference), 1e-6), zero)
 
 
+def narrow_wire(world: World) -> list[list[int]]:
+    """256 and 1, 1, ... of one pass on each rank: their sum in fp32 under every stage, and the bytes of reductions when
+    the first of two passes is reduced with the second, then when one is reduced alone."""
+    group, found = whole_group(world), []
+    value = torch.tensor(256.0 if group.rank == 0 else 1.0)
+    for zero in range(4):
+        model = DataParallel(Scalar(torch.float32), group, zero=zero, gradients="sum", compute_dtype=torch.bfloat16)
+        row = []
+        for passes in (2, 1, 2):
+            group.meter.reset_counts()
+            for number in range(passes):
+                with model.no_sync() if number < passes - 1 else nullcontext():
+                    model(value).backward()
+            row.append(group.meter.sent["reduce_scatter", "dp"])
+            (gradient,) = [gradient for _, gradient in model.whole_gradients()]
+            assert gradient.item() == passes * (256 + group.size - 1), (zero, passes, gradient)
+            for leaf in model.leaves():
+                leaf.grad = None
+        found.append(row)
+    return found
+
+
 def wire(world: World) -> list[int]:
     """Gradients travel in bf16 only when asked: bytes sent in reductions, fp64 then bf16, and their values."""
     group, sent = whole_group(world), []

@@ -28,18 +28,19 @@ def test_a_group_of_one_is_the_identity_and_sends_nothing() -> None:
 
 
 def test_an_ordered_sum_adds_left_to_right_in_the_dtype_of_its_target() -> None:
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None]
     assert ordered_sum(parts, torch.empty(1)).item() == 0.0
-    assert ordered_sum(parts[::-1], torch.empty(1)).item() == 2.0
+    assert ordered_sum(parts.flip(0), torch.empty(1)).item() == 2.0
     assert ordered_sum(parts, torch.empty(1, dtype=torch.float64)).item() == 2.0
-    narrow = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    narrow = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)[:, None]
     assert ordered_sum(narrow, torch.empty(1), 2.0).item() == 518.0
     assert ordered_sum(narrow, torch.empty(1, dtype=torch.bfloat16)).item() == 256.0
+    assert ordered_sum(narrow[:2], torch.empty(1), 2.0).item() == 514.0
     assert ordered_sum(parts[:1], torch.empty(1), 0.5).item() == 2.0**23
 
 
 def test_parts_go_on_from_where_the_sum_stands() -> None:
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None]
     total = torch.full((1,), torch.nan)
     for first, some in ((True, parts[:1]), (False, parts[1:3]), (False, parts[3:])):
         assert add_in_order(some, total, first) is total

@@ -6,7 +6,7 @@ not know travel as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
+    before: Callable[[], None] | None = None,
     name: str = "all_gather",
 ) -> Handle[torch.Tensor]:
     """Every rank's `shard`, one after another in group order.
 
     shard: 1-D, contiguous, `sizes[rank]` elements.  `sizes` per rank when they differ (all equal when None).  `out`:
     1-D of sum(sizes), written in place; `shard` may be its own part of it.  `source`, when given, is copied (and cast)
-    into `shard` as part of the transfer, on the side stream.  Sends `shard`'s bytes to every other rank.
+    into `shard` as part of the transfer, on the side stream, after `before` has run there.  Sends `shard`'s bytes to
+    every other rank.
     """
     count = shard.numel()
     sizes = [count] * group.size if sizes is None else list(sizes)
@@ -43,6 +45,8 @@ def all_gather(
     aliased = own.data_ptr() == shard.data_ptr() or count == 0
 
     def prepare() -> None:
+        if before is not None:
+            before()
         if source is not None:
             shard.copy_(source)
         if not aliased and (uneven or group.size == 1):

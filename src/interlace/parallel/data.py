@@ -24,8 +24,9 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -177,8 +178,24 @@ class DataParallel(nn.Module):
         finally:
             self._round = None
 
+    def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Runs `update(leaves)` for the leaves of one flat run after another, each before its weights are gathered next.
+
+        So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
+        the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
+        `state_dict`, ...) finds them updated.
+        """
+        for flat in self._trainable:
+            flat.postpone(functools.partial(update, flat.leaves))
+
+    def settle(self) -> None:
+        """Runs the updates that were postponed and did not run yet."""
+        for flat in self._trainable:
+            flat.update()
+
     def refresh(self) -> None:
         """Takes the parameters from the main weights again, after these were changed by hand.  Collective."""
+        self.settle()
         for flat in self.flats:
             flat.forget()
             if self.zero < 3:
@@ -200,6 +217,7 @@ class DataParallel(nn.Module):
 
     def leaves(self) -> list[nn.Parameter]:
         """The flat main weights that this rank holds, in a fixed order; `.decay` says whether weight decay applies."""
+        self.settle()
         return [leaf for flat in self.flats for leaf in flat.leaves]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -219,11 +237,13 @@ class DataParallel(nn.Module):
 
     def placements(self, *, owned: bool) -> Iterator[Placement]:
         """Where every parameter's elements lie in the leaves (trainable) on this rank."""
+        self.settle()
         for flat in self.flats:
             yield from flat.placements(owned)
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full, from the main weights, unit by unit.  Collective; use each before the next."""
+        self.settle()
         for flat in self.flats:
             yield from flat.whole(flat.main)
 
@@ -261,15 +281,17 @@ class DataParallel(nn.Module):
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
         norm = sum_scalars(self.square_sum(), [self.group], name="gradient norm").sqrt()[0]
-        norms.scale(self.leaves(), norm, max_norm)
+        norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
 
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
+        self.settle()
         return digest(self.flats, everywhere or self.group.rank == 0)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        self.settle()
         destination = {} if destination is None else destination
         for name, value in whole_state(self.module, self.flats).items():
             destination[prefix + name] = value
@@ -281,6 +303,7 @@ class DataParallel(nn.Module):
         Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
         another shape.
         """
+        self.settle()
         found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
@@ -457,7 +480,7 @@ class DataParallel(nn.Module):
             flat.gather()
             flat.show()
         for flat in self._trainable:
-            flat.begin()
+            flat.begin(is_reduced=self.sync)
         for unit in [*self.units, self.root]:
             unit.reduced = False
             unit.waiting_for = {

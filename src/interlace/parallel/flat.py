@@ -11,8 +11,12 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
     zero            0      1      2      3
     main weights    n     n/w    n/w    n/w     fp32, what the optimizer updates
     parameters      n*     n      n     two units at a time, in shared buffers
-    gradients       n      n     n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
-    * no second copy when the parameters compute in the dtype of the main weights
+    gradients       n      n**   n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
+    *  no second copy when the parameters compute in the dtype of the main weights
+    ** n/w when they compute in a narrower dtype and the reduced pass is the step's only one
+
+Gradients of such a pass travel as they arose, in bf16 say, and are added up in fp32: the sum of the same numbers as if
+each had been widened first, with half the bytes on the wire and in memory.  Several passes add up in fp32 first.
 
 Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
 
@@ -135,7 +139,10 @@ class Flat:
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
-    _in_rounds: bool = False
+    _arriving: torch.dtype | None = None
+    _result: torch.Tensor | None = None
+    _due: Callable[[], None] | None = None
+    _used: list[torch.Tensor] = field(default_factory=list)
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
@@ -239,22 +246,26 @@ class Flat:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Starts making the whole run available in its slot, unless it is there already."""
+        """Starts making the whole run available in its slot, unless it is there already; first what is due for it."""
         slot = self.slot
         if slot is None or slot.content is self:
+            self.update()
             return
         if slot.arriving is not None:  # a unit that nobody used was on its way into this buffer
             slot.arriving.wait()
         whole = slot.reserve()[: self.numel]
+        if not self.sharded:
+            self.update()
+            whole.copy_(self.main)
+        else:
+            begin, end = self.held
+            due, self._due = self._due, None
+            self._used = [] if due is None else [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            slot.arriving = all_gather(
+                whole[begin:end], self.inner, out=whole, source=self.main, before=due, name=f"gather {self.name}"
+            )
         slot.content = self
         self._version = self.main._version
-        if not self.sharded:
-            whole.copy_(self.main)
-            return
-        begin, end = self.held
-        slot.arriving = all_gather(
-            whole[begin:end], self.inner, out=whole, source=self.main, name=f"gather {self.name}"
-        )
 
     def show(self) -> None:
         """Waits for the gather and lets the parameters point at it."""
@@ -265,8 +276,25 @@ class Flat:
         if slot.arriving is not None:
             slot.arriving.wait()
             slot.arriving = None
+        if self._used:  # by an update on the side stream, which is over now
+            self._used = []
+            self.release()
         if not self._shown:
             self.point(slot.reserve())
+
+    def postpone(self, update: Callable[[], None]) -> None:
+        """Runs `update`, which changes the main weights and takes the gradients off the leaves, when the weights are
+        gathered next, on the stream of the gather."""
+        self.forget()
+        self._due = update
+
+    def update(self) -> None:
+        """Runs a postponed update now."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+            self.forget()
+            self.release()
 
     def point(self, whole: torch.Tensor) -> None:
         """Makes every parameter a view of `whole`."""
@@ -304,16 +332,19 @@ class Flat:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward pass begins.  What earlier ones left unreduced is dropped if the caller has taken it away."""
+    def begin(self, is_reduced: bool) -> None:
+        """A backward pass begins, and is reduced when it ends or not.  What earlier ones left unreduced is dropped if
+        the caller has taken it away."""
         if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
             self.drop()
         self._unreduced = False
+        narrow = is_reduced and not self._written and self.group.size > 1
+        self._arriving = self.compute_dtype if narrow else self.main_dtype
 
     def release(self) -> None:
         """Lets gradient buffers go that hold nothing: under the activations of the next forward nobody needs them."""
         if not self._written and all(leaf.grad is None for leaf in self.leaves):
-            self.grad = self._shard_grad = self._sum = None
+            self.grad = self._shard_grad = self._sum = self._result = None
 
     def drop(self) -> None:
         """Forgets the gradients that have not been reduced."""
@@ -321,13 +352,15 @@ class Flat:
         self._carried = []
 
     def accumulate(self, index: int) -> None:
-        """Adds the gradient of member `index` to the fp32 run, and takes it off the parameter."""
+        """Adds the gradient of member `index` to the run, and takes it off the parameter."""
         member = self.members[index]
         grad = member.parameter.grad
         assert grad is not None
         if not self._written:
             self._begin_gradients()
         assert self.grad is not None
+        if index in self._written and self.grad.dtype != self.main_dtype:
+            self.grad = self.grad.to(self.main_dtype)
         place = self.grad[member.offset : member.offset + member.numel].view(member.shape)
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -341,21 +374,16 @@ class Flat:
     def _begin_gradients(self) -> None:
         """Makes room; gradients that the leaves still have are added to the coming reduction's."""
         self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
-        if self.grad is None:
-            self.grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.main.device)
+        dtype = self._arriving or self.main_dtype
+        if self.grad is None or self.grad.dtype != dtype:
+            self.grad = torch.empty(self.numel, dtype=dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
         for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
             self.grad[end:following].zero_()
 
-    def _reduced(self) -> torch.Tensor:
-        """Where the reduced gradient of the held elements lies."""
-        if not self.sharded:
-            assert self.grad is not None
-            return self.grad
-        if self._in_rounds and self.outer is None:
-            return self._accumulator()
-        if self.zero == 1:
-            assert self.grad is not None
+    def _place_for_sum(self) -> torch.Tensor:
+        """Where the reduced gradient of the held elements goes: into the run itself where all of it stays."""
+        if self.zero < 2 and self.grad is not None and self.grad.dtype == self.main_dtype:
             return self.grad[self.held[0] : self.held[1]]
         if self._shard_grad is None:
             self._shard_grad = torch.empty_like(self.main)
@@ -381,40 +409,40 @@ class Flat:
 
     def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
         """Starts the sum over ranks."""
-        grad, name = self._complete(), f"reduce {self.name}"
-        self._in_rounds = False
-        wire = wire if self.main_dtype.is_floating_point else None
+        grad, name, outer = self._complete(), f"reduce {self.name}", self.outer
+        result = self._result = self._place_for_sum()
+        wire = wire if self.main_dtype.is_floating_point and grad.dtype == self.main_dtype else None
         if not self.sharded:
-            return all_reduce(grad, self.group, wire=wire, scale=scale, name=name)
-        reduced, outer = self._reduced(), self.outer
-        inside = reduce_scatter(grad, self.inner, out=reduced, wire=wire, scale=scale, name=name)
+            return all_reduce(grad, self.group, out=result, wire=wire, scale=scale, name=name)
+        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, name=name)
         if outer is None:
             return inside
-        return then(inside, self.inner, lambda: all_reduce(reduced, outer, wire=wire, name=name))
+        return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
 
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
         that hold an element have it."""
         grad, name, accumulator = self._complete(), f"reduce {self.name}", self._accumulator()
-        self._in_rounds = True
         sent = grad
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
             sent = grad.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1)
         added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, name=name)
         holders = self.outer if self.sharded else self.group
         if not round.last or holders is None:
+            self._result = accumulator
             return added
-        held = self._reduced()
+        held = self._result = self._place_for_sum()
         return then(added, self.group, lambda: all_gather(accumulator, holders, out=held, name=name))
 
     def deliver(self, last: bool = True) -> None:
-        """After a reduction: lets the whole run go where only a shard stays; after the last one of a step, hands the
+        """After a reduction: lets the whole run go where it is not the result; after the last one of a step, hands the
         gradient to the leaves."""
-        if self.sharded and self.zero >= 2:
+        assert self._result is not None
+        if self.grad is not None and self._result.untyped_storage() is not self.grad.untyped_storage():
             self.grad = None
         if not last:
             return
-        self._hand_out(self._reduced())
+        self._hand_out(self._result)
         for leaf, carried in zip(self.leaves, self._carried, strict=True):
             if carried is not None:
                 assert leaf.grad is not None
@@ -449,7 +477,8 @@ class Flat:
     def own_gradient(self) -> torch.Tensor:
         """The reduced gradient of the elements that this rank owns: 1-D, whole chunks, zero between parameters."""
         (begin, end), start = self.own, self.held[0]
-        return self._reduced()[begin - start : end - start]
+        assert self._result is not None
+        return self._result[begin - start : end - start]
 
     @property
     def chunks(self) -> int:
