@@ -206,9 +206,9 @@ def drifting_replica(rank: int) -> Any:
     """(f) One replica's last update is off, which no loss shows any more."""
     plain = verify._collect
 
-    def collect(world: World, folder: str, name: str, tensors: Any) -> int:
+    def collect(world: World, folder: str, name: str, tensors: Any, stage: tuple[int, int]) -> int:
         bump = 1e-6 if rank == 1 and name == "weight-plan" else 0.0
-        return plain(world, folder, name, ((key, tensor + bump) for key, tensor in tensors))
+        return plain(world, folder, name, ((key, tensor + bump) for key, tensor in tensors), stage)
 
     return mock.patch.object(verify, "_collect", collect)
 

@@ -17,7 +17,7 @@ token visits, and the router.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -253,8 +253,11 @@ def executed_matmul_flops(
     convention: str = "full",
     attention: str = "flash",
     early_stop: bool = True,
+    held: Collection[str] | None = None,
 ) -> dict[str, int]:
     """FLOPs of the products that a step runs on a rank holding `batch` sequences, as {"matmul", "attention"}.
+
+    held: the units that the rank has; None = all.
 
     matmul: forward once; backward twice (gradient of the input, also of the first product since the embedding needs
     it, and of the weight); recompute "full" runs the blocks' products once more, the head's never.  With `early_stop`
@@ -277,6 +280,8 @@ def executed_matmul_flops(
     matmul = core = 0.0
     last_is_saved = early_stop and not cfg.num_experts and not cfg.dropout
     for operation in operations(cfg, sequence):
+        if held is not None and operation.unit not in held:
+            continue
         if operation.kind == "attention":
             every_pair = 4 * cfg.num_heads * cfg.head_dim * sequence
             forward = every_pair if convention == "full" else operation.causal

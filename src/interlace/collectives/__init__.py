@@ -2,22 +2,29 @@
 
 from interlace.collectives.groups import Group, Groups, make_groups
 from interlace.collectives.handle import Handle, Meter, Record
-from interlace.collectives.ops import all_gather, all_to_all, broadcast
+from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
+from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
 from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
 
 __all__ = [
     "Group",
     "Groups",
     "Handle",
+    "Lines",
     "Meter",
     "Record",
+    "Sending",
     "add_parts",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gather_bytes",
     "make_groups",
+    "make_lines",
+    "receive",
     "reduce_scatter",
+    "send",
     "sum_scalars",
     "then",
 ]

@@ -49,6 +49,7 @@ class Meter:
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
+        self._computed: list[tuple[str, Moment, Moment]] = []
 
     def count(self, collective: str, axis: str, nbytes: int) -> None:
         self.sent[collective, axis] += nbytes
@@ -66,20 +67,26 @@ class Meter:
         if self.record:
             self._transfers.append((axis, name, begin, end, nbytes))
 
+    def computed(self, name: str, begin: Moment, end: Moment) -> None:
+        if self.record:
+            self._computed.append((name, begin, end))
+
     def cut(self) -> Record:
         """What happened since the last cut; its times can be read once the compute stream has come past."""
-        record = Record(tuple(self._stalls), tuple(self._transfers))
+        record = Record(tuple(self._stalls), tuple(self._transfers), tuple(self._computed))
         self._stalls.clear()
         self._transfers.clear()
+        self._computed.clear()
         return record
 
 
 @dataclass(frozen=True)
 class Record:
-    """The waits and transfers of a stretch of work, as moments."""
+    """The waits, transfers and, in a pipeline, computations of a stretch of work, as moments."""
 
     stalls: tuple[tuple[str, str, Moment, Moment], ...]
     transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
+    computations: tuple[tuple[str, Moment, Moment], ...] = ()
 
     def waited(self) -> dict[str, float]:
         """Seconds that this rank's compute stood still for a transfer, by axis."""
@@ -98,7 +105,11 @@ class Record:
             Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
             for axis, name, begin, end, nbytes in self.transfers
         ]
-        return waits + moves
+        work = [
+            Event(rank, "compute", "compute", name, at + between(origin, begin), at + between(origin, end))
+            for name, begin, end in self.computations
+        ]
+        return waits + moves + work
 
 
 class Handle(Generic[T]):

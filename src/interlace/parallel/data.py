@@ -208,6 +208,17 @@ class DataParallel(nn.Module):
         return self.zero > 0 and self.inner.size > 1
 
     @property
+    def axes(self) -> list[Group]:
+        """The groups over which a sum of every rank's own part is a sum over the whole module and batch."""
+        return [self.group]
+
+    @property
+    def counted(self) -> list[Flat]:
+        """The flat runs of gradients that this rank has to count: of what several hold, the first of them does."""
+        first = self.outer is None or self.outer.rank == 0
+        return [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
+
+    @property
     def flats(self) -> list[Flat]:
         return [flat for unit in [*self.units, self.root] for flat in unit.flats]
 
@@ -258,9 +269,7 @@ class DataParallel(nn.Module):
 
         What several ranks hold is counted by the first of them.
         """
-        first = self.outer is None or self.outer.rank == 0
-        counted = [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
-        return norms.square_sum((leaf for flat in counted for leaf in flat.leaves), self.group.device)
+        return norms.square_sum((leaf for flat in self.counted for leaf in flat.leaves), self.group.device)
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -271,16 +280,20 @@ class DataParallel(nn.Module):
 
         fp64, 0-d, the same bits for every number of ranks: padding, which depends on it, is left out.
         """
+        return norms.tree_sum(torch.cat(self._chunks(everyone)))
+
+    def _chunks(self, everyone: torch.Tensor) -> list[torch.Tensor]:
+        """Of each flat run in the order of the model, what `chunk_squares` gave for its chunks: fp64, [chunks]."""
         if self.outer is not None:  # rows of ranks in the order of what they own
             everyone = everyone.view(self.outer.size, self.inner.size, -1).transpose(0, 1).flatten(0, 1)
-        return norms.add_chunks(self._trainable, everyone)
+        return norms.in_order(self._trainable, everyone)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
 
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
-        norm = sum_scalars(self.square_sum(), [self.group], name="gradient norm").sqrt()[0]
+        norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
         norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
 

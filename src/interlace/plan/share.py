@@ -7,13 +7,16 @@ of a flat run, less than a chunk for each parameter and each rank, counts: it li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
 from interlace.plan import zero as engine
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
+from interlace.schedule.table import SENDS
 from interlace.spec import Parameter, executed_matmul_flops, parameters, units
 
 FP32, FP64 = 4, 8
@@ -46,11 +49,13 @@ class Share:
     sent: dict[str, int]
 
 
-def runs(cfg: ModelConfig, ranks: int) -> tuple[Run, ...]:
-    """The flat runs of a model in order of execution, the root's last."""
+def runs(cfg: ModelConfig, ranks: int, held: Collection[str] | None = None) -> tuple[Run, ...]:
+    """The flat runs of a model in order of execution, the root's last.  held: the units of a rank; None = all."""
     found: dict[str, list[Parameter]] = {unit: [] for unit in (*units(cfg), "root")}
     for parameter in parameters(cfg):
-        found["root" if parameter.tied_to else parameter.unit].append(parameter)
+        users = {parameter.unit, "head"} if parameter.tied_to else {parameter.unit}
+        if held is None or not users.isdisjoint(held):
+            found["root" if parameter.tied_to else parameter.unit].append(parameter)
     return tuple(
         Run(unit, tuple(members), engine.cut([member.numel for member in members], ranks))
         for unit, unsorted in found.items()
@@ -84,8 +89,20 @@ def micro_batch_count(plan: ParallelPlan, batch: int, fixed: bool = False) -> in
     return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
 
 
+def held_units(config: Config, rank: int) -> tuple[str, ...]:
+    """The units of a rank: all, or those of its stages."""
+    cfg, plan = config.model_config(), config.plan
+    if plan.pp == 1:
+        return units(cfg)
+    place = Mesh.of(plan).index(rank, "pp")
+    cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+    return tuple(unit for home, part in zip(placement_of(plan), cut, strict=True) if home == place for unit in part)
+
+
 def travels_narrow(config: Config, batch: int) -> bool:
     """Whether gradients travel in the dtype in which they arise, bf16: nothing is added up before."""
+    if config.plan.pp > 1:
+        return False
     fixed = config.run.reproducible == "plan"
     return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
 
@@ -95,7 +112,8 @@ def share(config: Config, rank: int, batch: int) -> Share:
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
-    found = runs(cfg, plan.dp)
+    held_here = held_units(config, rank)
+    found = runs(cfg, plan.dp, held_here)
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
@@ -103,7 +121,9 @@ def share(config: Config, rank: int, batch: int) -> Share:
     if is_split:
         held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
     copies = 0
-    if is_split and plan.zero == 3:
+    if is_split and plan.zero == 3 and plan.pp > 1:
+        copies = 0  # all are freed when the step ends
+    elif is_split and plan.zero == 3:
         copies = compute * sum(_gathered(cfg, found))
     elif is_split or compute != FP32:
         copies = compute * whole
@@ -115,27 +135,56 @@ def share(config: Config, rank: int, batch: int) -> Share:
     gradients = whole if in_place else held
     if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
         gradients += whole // plan.dp  # what rounds add up in
-    sequences = computed_sequences(plan, mesh, rank, batch, fixed)
-    work = executed_matmul_flops(cfg, sequences, config.data.sequence_length, plan.recompute)
+    counts = computed_sequences(plan, mesh, rank, batch, fixed)
+    work = executed_matmul_flops(cfg, sum(counts), config.data.sequence_length, plan.recompute, held=held_here)
+    sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
+    if plan.pp > 1:
+        sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts))
     return Share(
         main=FP32 * held,
         copies=copies,
         gradients=FP32 * gradients,
         optimizer=FP32 * states * held,
         flops=work["matmul"],
-        sent=_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {},
+        sent=dict(sent),
     )
 
 
-def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> int:
-    """Sequences that a rank computes of a global batch, one without labels for each of its empty micro-batches."""
+def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> list[int]:
+    """Sequences of each micro-batch that a rank computes of a global batch; an empty one has one without labels."""
     count = micro_batch_count(plan, batch, fixed)
     if fixed:
         own = leaves(plan, batch)[mesh.coordinates(rank)["dp"] :: plan.dp]
-        return sum(len(leaf) for leaf in own) + count - len(own)
+        return [len(leaf) for leaf in own] + [1] * (count - len(own))
     start, stop = split(batch, plan.dp, mesh.coordinates(rank)["dp"])
     parts = (split(stop - start, count, number) for number in range(count))
-    return sum(max(1, last - first) for first, last in parts)
+    return [max(1, last - first) for first, last in parts]
+
+
+def _sent_between_stages(
+    config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...], counts: list[int]
+) -> Counter[str]:
+    """Bytes that a rank of a pipeline sends to its neighbours, and for what is added up over all stages."""
+    plan, cfg = config.plan, config.model_config()
+    fixed = config.run.reproducible == "plan"
+    place = mesh.index(rank, "pp")
+    table = table_of(plan, len(counts), fixed)
+    per_sequence = config.data.sequence_length * cfg.hidden_size * compute
+    sends = [action for action in table.rows[place] if action.kind in SENDS]
+    sent = Counter(send=per_sequence * sum(counts[action.micro_batch or 0] for action in sends))
+    numbers = SCALARS
+    if fixed:  # a loss a micro-batch, a square sum a chunk that holds parameters
+        ends = [run.cut.offsets[-1] + run.members[-1].numel for run in found]
+        chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, found, strict=True))
+        numbers = FP64 * (len(leaves(plan, batch)) + chunks)
+    sent["all_gather"] = numbers * (plan.pp - 1)
+    home = placement_of(plan)
+    for run in found:
+        if run.unit == "root" and home[0] != home[-1]:  # each of two ranks sends half, and gets the sum's other half
+            shards = mesh.size("shard" if is_hybrid(plan) else "dp") if plan.zero else 1
+            half = FP32 * run.cut.total // shards // 2
+            sent.update({"reduce_scatter": half, "all_gather": half})
+    return sent
 
 
 def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
@@ -159,7 +208,7 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
     units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
-    if plan.zero == 3:
+    if plan.zero == 3 and plan.pp == 1:
         chosen = engine.slots([run.cut.total for run in units_run], range(len(units_run)), distance=2)
         regather = [run.unit != "embedding" for run in units_run]
         ahead = 1 if plan.overlap == "on" else 0

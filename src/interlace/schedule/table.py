@@ -116,6 +116,22 @@ class Table:
     def splits_backward(self) -> bool:
         return any(action.kind is Kind.WEIGHT for row in self.rows for action in row)
 
+    def first(self, micro_batches: int) -> Table:
+        """The table of the first micro-batches alone: still valid, since no micro-batch needs another.
+
+        Errors: PlanError if it has fewer.
+        """
+        if micro_batches > self.micro_batches:
+            raise PlanError(
+                f"{self.where} has {self.micro_batches} micro-batches, found {micro_batches} to run: give it more, or "
+                f"use micro_batches={self.micro_batches}"
+            )
+        rows = tuple(
+            tuple(action for action in row if action.micro_batch is None or action.micro_batch < micro_batches)
+            for row in self.rows
+        )
+        return Table(rows, self.placement, micro_batches, self.where)
+
     def __str__(self) -> str:
         """One line a rank, actions apart by spaces."""
         return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.parallel.stages import StagedParallel
 from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.share import micro_batch_count
 from interlace.train import optimizer as optimizers
-from interlace.train import recompute
+from interlace.train import recompute, stages
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
 from interlace.world import World
 
@@ -94,18 +95,22 @@ def build(world: World, cfg: Config) -> Session:
     groups = make_groups(mesh, world.rank, world.device, cfg.run.timeout, meter)
     _agree(groups, dataset)
     decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
-    if world.device.type == "cuda":
+    units: Sequence[str] = UNITS
+    wrap: Callable[..., DataParallel] = DataParallel
+    if cfg.plan.pp > 1:
+        units, wrap = stages.prepare(cfg, model_cfg, decoder, groups)
+    if world.device.type == "cuda" and decoder.head is not None:
         from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
 
         decoder.head.softmax_rows = softmax_rows
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
-    model = DataParallel(
+    model = wrap(
         decoder,
         groups["dp"],
         zero=cfg.plan.zero,
         hybrid=(groups["shard"], groups["replica"]) if "shard" in groups.by_axis else None,
-        units=UNITS,
+        units=units,
         gradients="sum",
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
@@ -114,6 +119,8 @@ def build(world: World, cfg: Config) -> Session:
         dims={name: parameter.dims for name, parameter in table.items()},
         decay={name: parameter.decay for name, parameter in table.items()},
     )
+    if isinstance(model, StagedParallel):
+        stages.attach(cfg, model_cfg, model, groups, meter)
     optimizer = optimizers.build(cfg.train, model)
     steps = cfg.train.steps
     if cfg.train.epochs:

@@ -18,6 +18,7 @@ import torch
 from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
+from interlace.parallel.stages import StagedParallel
 from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
 
@@ -44,6 +45,9 @@ def forward_backward(
     of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
+    if isinstance(model, StagedParallel):
+        assert model.through is not None
+        return model.through(micro_batches, host, dropout_key, leaves)
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches)
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
@@ -76,7 +80,7 @@ def update(
     if leaves:
         total, squares = _fixed_totals(model, loss, leaves)
     else:
-        total, squares = sum_scalars(torch.cat([loss, model.square_sum()]), [model.group], name="loss and norm")
+        total, squares = sum_scalars(torch.cat([loss, model.square_sum()]), model.axes, name="loss and norm")
     norm = squares.sqrt()
     factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -90,6 +94,7 @@ def _fixed_totals(model: DataParallel, losses: torch.Tensor, leaves: int) -> tup
     own = torch.cat([losses, model.chunk_squares()])
     everyone = all_gather(own, model.group, name="loss and norm").wait().view(size, -1)
     in_order = everyone[:, :rounds].t().reshape(-1)[:leaves].clone()
+    in_order = sum_scalars(in_order, model.axes[1:], name="loss of all stages")  # one of them has it, the others 0
     return norms.tree_sum(in_order), model.add_chunks(everyone[:, rounds:])
 
 

@@ -1,0 +1,183 @@
+"""A decoder cut into the stages of a pipeline, and one step through them.
+
+Equals `Decoder.loss` on every micro-batch and its backward.  A rank holds a decoder with the parts of the other ranks
+left out, under their own names; a stage is that decoder with those of its other stages left out too.  The loss of a
+router is added where its layers are; the last stage adds that of the vocabulary; both are divided by the global number
+of labels before backward, so that the gradient of a step is the same for every cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from interlace import spec
+from interlace.collectives import Group, Groups, Handle, Lines, Meter, all_gather, make_lines
+from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.models.decoder import Decoder
+from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
+from interlace.parallel.split import Switch, split
+from interlace.parallel.stages import StagedParallel
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
+from interlace.train.data import IGNORED, Batch
+
+
+def cut_of(plan: ParallelPlan, cfg: ModelConfig, length: int) -> tuple[tuple[str, ...], ...]:
+    """The units of every stage of a plan."""
+    return stages_of(cfg, num_stages(plan), length, layers_given(plan))
+
+
+def own_stages(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
+    """The stages of place `rank` along the pipeline."""
+    return tuple(stage for stage, place in enumerate(placement_of(plan)) if place == rank)
+
+
+def keep(decoder: Decoder, names: Sequence[str]) -> None:
+    """Leaves out every unit that is not named.  A tied weight stays known by its first name, wherever it is used, and
+    belongs to no unit: an alias stands where the other use would be."""
+    tied = decoder.cfg.tie_embeddings and not {"embedding", "head"} <= set(names)
+    if tied and "head" in names:
+        pass  # the embedding stays, and is not run
+    elif tied and "embedding" in names:
+        decoder.head.norm = None  # type: ignore[assignment]
+    if "embedding" not in names and not (tied and "head" in names):
+        decoder.embedding = None  # type: ignore[assignment]
+    if "head" not in names and not (tied and "embedding" in names):
+        decoder.head = None  # type: ignore[assignment]
+    for number in range(len(decoder.blocks)):
+        if f"blocks.{number}" not in names:
+            decoder.blocks[number] = None  # type: ignore[assignment]
+
+
+def view(decoder: Decoder, names: Sequence[str]) -> Decoder:
+    """The same modules, those of the named units alone."""
+    part = copy.copy(decoder)
+    part._modules = dict(decoder._modules)
+    chosen = [block if f"blocks.{number}" in names else None for number, block in enumerate(decoder.blocks)]
+    part._modules["blocks"] = nn.ModuleList(chosen)  # type: ignore[arg-type]
+    for name in ("embedding", "head"):
+        if name not in names:
+            part._modules[name] = None
+    return part
+
+
+class Staged:
+    """What a rank of a pipeline runs: its stages, the tables for any number of micro-batches, and what they work on."""
+
+    def __init__(
+        self, cfg: Config, model: StagedParallel, cut: Sequence[Sequence[str]], group: Group, lines: Lines, meter: Meter
+    ) -> None:
+        self.cfg, self.model, self.group, self.lines, self.meter = cfg, model, group, lines, meter
+        self.given: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]] = []
+        self.dropout_key = 0
+        self.labels: Callable[[], int] = lambda: 1
+        self._pipelines: dict[tuple[int, bool], Pipeline] = {}
+        decoder = model.module
+        assert isinstance(decoder, Decoder)
+        self.hidden = decoder.cfg.hidden_size
+        self.splits = table_of(cfg.plan, max(1, 2 * cfg.plan.pp)).splits_backward if _is_named(cfg.plan) else True
+        switch = Switch() if self.splits else None
+        if switch is not None:
+            split(decoder, switch)
+        self.works = {}
+        for stage in own_stages(cfg.plan, group.rank):
+            part = view(decoder, cut[stage])
+            self.works[stage] = Stage(self._compute_of(stage, part, stage == len(cut) - 1), switch)
+
+    def _compute_of(
+        self, stage: int, part: Decoder, is_last: bool
+    ) -> Callable[[int, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        def compute(micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            tokens_BT, labels_BT, positions_BT, documents_BT, samples_B = self.given[micro_batch]
+            batch, length = tokens_BT.shape
+            context = part.context(
+                (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, self.dropout_key
+            )
+            self.model.ready(stage)
+            output = part.hidden(tokens_BT if x is None else x, context)
+            if not is_last and not context.router_losses:
+                return output, None
+            counts_B = (labels_BT != IGNORED).sum(dim=1)
+            loss = part.router_loss(context, counts_B)
+            if is_last:
+                loss = part.head(output, labels_BT) + loss
+            return (None if is_last else output), loss / max(self.labels(), 1)
+
+        return compute
+
+    def pipeline(self, micro_batches: int, fixed: bool) -> Pipeline:
+        key = micro_batches, fixed
+        if key not in self._pipelines:
+            table = table_of(self.cfg.plan, micro_batches, fixed)
+            self._pipelines[key] = Pipeline(table, self.group.rank, self.lines, self.group.device, self.meter)
+        return self._pipelines[key]
+
+    def forward_backward(
+        self, batches: Sequence[Batch], host: Group, dropout_key: int, leaves: int
+    ) -> tuple[Tensor, int]:
+        """As `train.step.forward_backward`; this rank's part of the loss is that of its stages."""
+        device = self.group.device
+        own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in batches) if self.group.rank == 0 else 0
+        counting = all_gather(torch.tensor([own]), host, name="count of labels")
+        self.labels = _once(counting)
+        self.dropout_key = dropout_key
+        self.given = [batch.to(device) for batch in batches]
+        shapes = [(*given[0].shape, self.hidden) for given in self.given]
+        self.model.begin(leaves)
+        dtype = self.model.computing_dtype
+        self.pipeline(len(batches), leaves > 0).run(self.works, shapes, dtype, self.model)
+        self.model.finish()
+        self.given = []
+        parts = [stage.take_losses() for stage in self.works.values()]
+        zero = torch.zeros(len(batches), dtype=torch.float64, device=device)
+        losses = sum((torch.stack(part).double() for part in parts if part), start=zero)
+        return (losses if leaves else losses.sum(dim=0, keepdim=True)), self.labels()
+
+
+def _once(counting: Handle[Tensor]) -> Callable[[], int]:
+    found: list[int] = []
+
+    def labels() -> int:
+        if not found:
+            found.append(int(counting.wait().sum()))
+        return found[0]
+
+    return labels
+
+
+def _is_named(plan: ParallelPlan) -> bool:
+    return not plan.schedule.endswith(".csv")
+
+
+def prepare(
+    cfg: Config, model_cfg: ModelConfig, decoder: Decoder, groups: Groups
+) -> tuple[list[str], Callable[..., StagedParallel]]:
+    """Leaves out of `decoder` what other ranks hold; the names of its units, and what wraps it.  Collective."""
+    cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
+    own = {stage: cut[stage] for stage in own_stages(cfg.plan, groups["pp"].rank)}
+    order = spec.units(model_cfg)
+    names = [name for name in order if any(name in part for part in own.values())]
+    tie = _tie(cfg, groups) if model_cfg.tie_embeddings else None
+    keep(decoder, names)
+    return names, functools.partial(StagedParallel, stages=own, order=order, pipeline=groups["pp"], tie=tie)
+
+
+def attach(cfg: Config, model_cfg: ModelConfig, model: StagedParallel, groups: Groups, meter: Meter) -> None:
+    """Lets `train.step` run the model through its pipeline.  Collective."""
+    pairs = pairs_of(table_of(cfg.plan, 1))
+    lines = make_lines(groups.mesh, groups.rank, "pp", pairs, groups["pp"].device, cfg.run.timeout, meter)
+    cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
+    model.through = Staged(cfg, model, cut, groups["pp"], lines, meter).forward_backward
+
+
+def _tie(cfg: Config, groups: Groups) -> Group | None:
+    """The ranks of the first and the last stage, if they are two and this is one of them.  Collective."""
+    home, group = placement_of(cfg.plan), groups["pp"]
+    ends = home[0], home[-1]
+    if ends[0] == ends[1]:
+        return None
+    return make_lines(groups.mesh, groups.rank, "pp", [ends], group.device, cfg.run.timeout, group.meter).get(ends)
