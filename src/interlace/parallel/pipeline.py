@@ -212,7 +212,7 @@ class Stage:
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             gradients.append(None)
-        self._begin(tape)  # for what runs again
+        self._begin(tape, tape if split else None)  # for what runs again
         if roots:
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
         self._begin(None)
@@ -232,9 +232,9 @@ class Stage:
         losses, self.losses = self.losses, {}
         return [losses[number] for number in sorted(losses)]
 
-    def _begin(self, tape: Tape | None) -> Tape | None:
+    def _begin(self, tape: Tape | None, first_part: Tape | None = None) -> Tape | None:
         if self.switch is not None:
-            self.switch.tape = tape
+            self.switch.tape, self.switch.first_part = tape, first_part
         return tape
 
 

@@ -65,10 +65,14 @@ class Tape:
 
 
 class Switch:
-    """The tape that the products of a stage write to now; None: nothing is put aside."""
+    """The tape that the products of a stage write to now; None: nothing is put aside.
+
+    first_part: that of the micro-batch whose input's gradient alone is being made.
+    """
 
     def __init__(self) -> None:
         self.tape: Tape | None = None
+        self.first_part: Tape | None = None
 
 
 def split(module: nn.Module, switch: Switch) -> None:

@@ -11,6 +11,7 @@ gradients over its data ranks, then the two add theirs over `tie`, once, so that
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from interlace.collectives import Group, Handle, all_gather, all_reduce, gather_
 from interlace.errors import ConfigError
 from interlace.parallel.data import IN_FLIGHT, DataParallel
 from interlace.parallel.flat import Flat, Placement, Round, Slot, assign_slots
+from interlace.parallel.split import Switch
 from interlace.parallel.state import combined, digests
 from interlace.parallel.units import ROOT, Unit
 
@@ -50,12 +52,13 @@ class StagedParallel(DataParallel):
         super().__init__(module, group, **options)
         self._order = {name: number for number, name in enumerate([*order, ROOT])}
         self._layout: list[list[tuple[int, int]]] | None = None
+        self.switch: Switch | None = None
         self.through: Callable[..., tuple[torch.Tensor, int]] | None = None
         self._stages = {stage: set(names) for stage, names in stages.items()}
         self.pipeline = pipeline
         self.tie = tie if self.root.flats else None
         self.leaves_in_step = 0
-        self._travelling: list[tuple[Flat, Handle[torch.Tensor], bool]] = []
+        self._travelling: dict[Flat, tuple[Handle[torch.Tensor], bool]] = {}  # in order of their start
 
     @property
     def counts_root(self) -> bool:
@@ -148,8 +151,7 @@ class StagedParallel(DataParallel):
     def finish(self) -> None:
         """The step ends: root gradients are summed, everything has arrived, and weights that were whole are freed."""
         self._reduce_all(self.root.trainable, None)
-        while self._travelling:
-            self._arrive()
+        self._arrive(0)
         if self.tie is not None:
             for leaf in (leaf for flat in self.root.trainable for leaf in flat.leaves):
                 assert leaf.grad is not None
@@ -184,16 +186,30 @@ class StagedParallel(DataParallel):
                     continue
                 last = round.last
                 handle = flat.reduce_round(round) if self.group.size > 1 else flat.reduce(self._scale, self._wire)
-            while len(self._travelling) >= IN_FLIGHT * max(1, len(flats)):
-                self._arrive()
-            self._travelling.append((flat, handle, last))
-            while self._travelling and not self.overlap:
-                self._arrive()
+            self._travelling[flat] = handle, last
+            self._arrive(IN_FLIGHT * len(flats) if self.overlap else 0)
 
-    def _arrive(self) -> None:
-        flat, handle, last = self._travelling.pop(0)
+    def _arrive(self, most: int) -> None:
+        """Takes delivery of the oldest reductions, until `most` are under way."""
+        while len(self._travelling) > most:
+            self._deliver_run(next(iter(self._travelling)))
+
+    def _deliver_run(self, flat: Flat) -> None:
+        handle, last = self._travelling.pop(flat)
         handle.wait()
         flat.deliver(last)
+
+    def _accumulate(self, flat: Flat, index: int) -> None:
+        first_part = self.switch.first_part if self.switch is not None else None
+        if first_part is not None and self.leaves_in_step and self.group.size > 1:
+            parameter = flat.members[index].parameter  # with those of this micro-batch's products, whose turn it is then
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            first_part.keep(parameter, functools.partial(_itself, gradient))
+            return
+        if flat in self._travelling:  # of the micro-batch before: its buffer is written again now
+            self._deliver_run(flat)
+        flat.accumulate(index)
 
     # -- instead of the hooks of one pass ------------------------------------------------------------------------------
 
@@ -206,12 +222,16 @@ class StagedParallel(DataParallel):
         for flat in self._trainable:
             for index, member in enumerate(flat.members):
                 member.parameter.register_post_accumulate_grad_hook(
-                    lambda p, flat=flat, index=index: flat.accumulate(index)
+                    lambda p, flat=flat, index=index: self._accumulate(flat, index)
                 )
 
     def _show(self, unit: Unit) -> None:
         for flat in unit.flats:
             flat.show()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _resize(buffer: torch.Tensor, numel: int) -> None:

@@ -81,6 +81,7 @@ class Staged:
         self.hidden = decoder.cfg.hidden_size
         self.splits = table_of(cfg.plan, max(1, 2 * cfg.plan.pp)).splits_backward if _is_named(cfg.plan) else True
         switch = Switch() if self.splits else None
+        model.switch = switch
         if switch is not None:
             split(decoder, switch)
         self.works = {}
