@@ -14,10 +14,11 @@ import torch
 
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
-from interlace.parallel import data, flat
+from interlace.parallel import data, flat, stages
 from interlace.parallel import norm as norms
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
+from interlace.train import stages as staging
 from interlace.world import World
 
 
@@ -78,7 +79,7 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
         for place in model.placements(owned=False):
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
-        norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
+        norm = sum_scalars(model.square_sum(), model.axes)[0].sqrt()
         gradients = [leaf.grad for leaf in model.leaves() if leaf.grad is not None]
         norms.scale(gradients, norms.factor(norm, norm.item() / 2))
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
@@ -228,6 +229,28 @@ def replicas_apart(rank: int) -> Any:
     return mock.patch.object(flat, "then", lambda first, *rest: first)
 
 
+def tie_left_out(rank: int) -> Any:
+    """(i) The two stages that share a weight do not add their gradients up."""
+    return mock.patch.object(stages, "all_reduce", lambda tensor, *rest, **options: Handle.done(tensor))
+
+
+def never_freed(rank: int) -> Any:
+    """(j) Stages stay whole under zero=3."""
+    return mock.patch.object(stages.StagedParallel, "_free", lambda self, flats: None)
+
+
+def counted_by_every_stage(rank: int) -> Any:
+    """(k) Labels are counted once for each stage."""
+    plain = staging.Staged.forward_backward
+
+    def forward_backward(self: Any, batches: Any, host: Any, *rest: Any) -> Any:
+        real, size = staging.all_gather, self.group.size
+        with mock.patch.object(staging, "all_gather", lambda t, *a, **o: real(t * size, *a, **o)):
+            return plain(self, batches, host, *rest)
+
+    return mock.patch.object(staging.Staged, "forward_backward", forward_backward)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -240,5 +263,8 @@ FAULTS = {
         drifting_replica,
         rotated,
         replicas_apart,
+        tie_left_out,
+        never_freed,
+        counted_by_every_stage,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

@@ -202,7 +202,9 @@ class StagedParallel(DataParallel):
     def _accumulate(self, flat: Flat, index: int) -> None:
         first_part = self.switch.first_part if self.switch is not None else None
         if first_part is not None and self.leaves_in_step and self.group.size > 1:
-            parameter = flat.members[index].parameter  # with those of this micro-batch's products, whose turn it is then
+            parameter = flat.members[
+                index
+            ].parameter  # with those of this micro-batch's products, whose turn it is then
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             first_part.keep(parameter, functools.partial(_itself, gradient))

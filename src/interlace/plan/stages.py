@@ -47,8 +47,10 @@ def placement_of(plan: ParallelPlan) -> tuple[int, ...]:
 
 def num_stages(plan: ParallelPlan) -> int:
     """Stages of all ranks together."""
+    if plan.pp == 1:
+        return 1
     if plan.schedule in FORMS:
-        return plan.pp * (chunks_of(plan.schedule, plan.chunks) if plan.pp > 1 else 1)
+        return plan.pp * chunks_of(plan.schedule, plan.chunks)
     return len(placement_of(plan))
 
 
@@ -72,8 +74,8 @@ def stages_of(
         nearest = "/".join(map(str, _balanced(cfg, stages, length)))
         given = "/".join(map(str, layers))
         raise PlanError(
-            f"layers={given} must be {stages} numbers above 0 that add up to the model's {cfg.num_layers} layers: "
-            f"nearest is layers={nearest}"
+            f"layers={given}, found {stages} stages of a layer or more and {cfg.num_layers} layers: nearest is "
+            f"layers={nearest}"
         )
     embedding, *blocks, head = units(cfg)
     ends = [0, *itertools.accumulate(layers)]
