@@ -236,7 +236,7 @@ def tie_left_out(rank: int) -> Any:
 
 def never_freed(rank: int) -> Any:
     """(j) Stages stay whole under zero=3."""
-    return mock.patch.object(stages.StagedParallel, "_free", lambda self, flats: None)
+    return mock.patch.object(stages.StagedParallel, "_free", return_value=None)
 
 
 def counted_by_every_stage(rank: int) -> Any:
