@@ -40,15 +40,26 @@ def test_every_table_gives_the_numbers_of_one_process(run_ranks: Run) -> None:
 
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
-    """4 ranks, F 40, I 48 and W 32 ms: within 3 % of the simulated step, 2 ms for starting together allowed for."""
+    """4 ranks, F 40, I 48 and W 32 ms: within 3 % of the simulated step, 2 ms for starting together allowed for.
+
+    What another load of the machine has slowed down is measured again, up to three times.
+    """
     seconds = 0.04, 0.048, 0.032
-    jobs = [(name, 5, 2 if name == "interleaved" else 1, seconds) for name in SCHEDULES]
-    found = run_ranks(f"{RANKS}:sleeping", 4, {"jobs": jobs})
-    for number, (name, count, chunks, _) in enumerate(jobs):
-        table = generate(name, 4, count, chunks)
-        expected = makespan(simulate(table, Costs.even(table.stages, *seconds)))
-        taken = min(rank[number] for rank in found)
-        assert expected <= taken <= 1.03 * expected + 0.002, f"{name}: {taken:.3f} s, {expected:.3f} s by its table"
+    left = [(name, 5, 2 if name == "interleaved" else 1, seconds) for name in SCHEDULES]
+    for _ in range(4):
+        jobs, left, late = left, [], []
+        found = run_ranks(f"{RANKS}:sleeping", 4, {"jobs": jobs})
+        for number, job in enumerate(jobs):
+            table = generate(job[0], 4, job[1], job[2])
+            expected = makespan(simulate(table, Costs.even(table.stages, *seconds)))
+            taken = min(rank[number] for rank in found)
+            assert taken >= expected, f"{job[0]}: {taken:.3f} s, and {expected:.3f} s by its table"
+            if taken > 1.03 * expected + 0.002:
+                left.append(job)
+                late.append(f"{job[0]}: {taken:.3f} s, {expected:.3f} s by its table")
+        if not left:
+            break
+    assert not left, late
 
 
 @pytest.mark.ranks

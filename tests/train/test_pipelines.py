@@ -36,6 +36,8 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
         ("dp=2 pp=2 zero=2 micro_batches=3", [*TIED, "train.global_batch=7"], "none"),
         ("dp=2 pp=2 zero=1 schedule=v-half micro_batches=2", ["model.num_layers=4", "model.mlp_bias=true"], "none"),
         ("dp=2 pp=2 zero=3 micro_batches=2", [], "never_freed"),
+        ("dp=2 pp=2 zero=0", [*TIED, *MIXED, "run.reproducible=plan"], "none"),
+        ("dp=2 pp=2 zero=2 schedule=zb-h1", [*TIED, "run.reproducible=plan"], "none"),
     ],
 }  # fmt: skip
 
@@ -52,27 +54,30 @@ def test_pipelines_equal_one_process(ranks: int, run_ranks: Run, tmp_path: Path)
             assert report.first_beyond is not None
 
 
-FIXED = ["run.reproducible=plan", "train.global_batch=7", "model.dropout=0.1", "model.num_layers=4", "train.warmup=2"]
-SAME: dict[int, list[str]] = {
-    1: ["dp=1"],
-    2: ["pp=2 schedule=zbv", "pp=2 schedule=interleaved chunks=2 recompute=full"],
-    4: ["dp=2 pp=2 zero=3 schedule=zb-h1", "dp=2 pp=2 zero=1 schedule=v-half", "pp=4 zero=2"],
+FIXED = ["run.reproducible=plan", "train.global_batch=7", "model.num_layers=4", "train.warmup=2", *MIXED]
+SAME: dict[int, list[tuple[str, str]]] = {  # by ranks: plan and kind of model
+    1: [("dp=1", "plain"), ("dp=1", "tied"), ("dp=1", "bf16")],
+    2: [("pp=2 schedule=zbv", "tied"), ("pp=2 schedule=interleaved chunks=2 recompute=full", "plain")],
+    4: [("dp=2 pp=2 zero=3 schedule=zb-h1", "bf16"), ("dp=2 pp=2 zero=1 schedule=v-half", "plain"), ("pp=4", "tied")],
 }
+KINDS = {"plain": [], "tied": TIED, "bf16": ["train.precision=bf16", *TIED]}
 
 
 def test_every_pipeline_has_the_bits_of_one_process(run_ranks: Run, tmp_path: Path) -> None:
-    """Losses, norms and weights over 4 steps of AdamW; 7 micro-batches on 2 data ranks leave one of them idle."""
-    found = {}
-    for ranks, plans in SAME.items():
-        cfgs = [runs.config(tmp_path, plan, FIXED) for plan in plans]
-        jobs = [{"config": cfg.to_toml(), "steps": 4, "fault": "none"} for cfg in cfgs]
+    """Losses, norms and weights over 3 steps of AdamW; 7 micro-batches on 2 data ranks leave one of them idle."""
+    found: dict[int, list[Any]] = {}
+    for ranks, pairs in SAME.items():
+        cfgs = [runs.config(tmp_path, plan, [*FIXED, *KINDS[kind]]) for plan, kind in pairs]
+        jobs = [{"config": cfg.to_toml(), "steps": 3, "fault": "none"} for cfg in cfgs]
         if ranks == 1:
-            reference = verify.bits(runs.alone(), cfgs[0].to_toml(), 4)
-            continue
-        everyone = run_ranks(f"{FUNCTIONS}:bits_all", ranks, {"jobs": jobs})
-        found |= {plan: [rank[number] for rank in everyone] for number, plan in enumerate(plans)}
-    for plan, ranks_found in found.items():
-        assert all(rank == reference for rank in ranks_found), f"{plan}\n{ranks_found[0]}\n{reference}"
+            found[1] = [[verify.bits(runs.alone(), job["config"], 3) for job in jobs]]
+        else:
+            found[ranks] = run_ranks(f"{FUNCTIONS}:bits_all", ranks, {"jobs": jobs})
+    alone = {kind: found[1][0][number] for number, (_, kind) in enumerate(SAME[1])}
+    for ranks, pairs in SAME.items():
+        for number, (plan, kind) in enumerate(pairs):
+            for rank in found[ranks]:
+                assert rank[number] == alone[kind], f"{plan} {kind}\n{rank[number]}\n{alone[kind]}"
 
 
 def test_checkpoints_go_on_under_any_pipeline(run_ranks: Run, tmp_path: Path) -> None:

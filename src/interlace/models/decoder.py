@@ -125,7 +125,10 @@ class Decoder(nn.Module):
 
         `counts_B` is the number of labels of each sequence.  0 without experts or without a coefficient.
         """
-        losses = context.take_router_losses()
+        return self.balance(context.take_router_losses(), counts_B)
+
+    def balance(self, losses: list[Tensor], counts_B: Tensor) -> Tensor:
+        """The same of the losses [B] of several layers, in their order."""
         if not losses:
             return torch.zeros((), device=counts_B.device)
         return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * counts_B).sum()

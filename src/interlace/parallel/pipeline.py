@@ -176,16 +176,19 @@ class _Step:
 class Stage:
     """A stage of autograd: `compute(micro_batch, x)` -> (output or None, this stage's part of the loss or None).
 
-    With a `switch`, its products defer their weights' gradients (`parallel.split`).
+    With a `switch`, its products defer their weights' gradients (`parallel.split`).  `before_backward` is told whose
+    gradients come next: a micro-batch's, or None for what a first part has put aside.
     """
 
     def __init__(
         self,
         compute: Callable[[int, Tensor | None], tuple[Tensor | None, Tensor | None]],
         switch: Switch | None = None,
+        before_backward: Callable[[int | None], None] = lambda micro_batch: None,
     ) -> None:
         self.compute = compute
         self.switch = switch
+        self.before_backward = before_backward
         self.losses: dict[int, Tensor] = {}
         self._graphs: dict[int, tuple[Tensor | None, GradientEdge | None, Tensor | None, Tape]] = {}
         self._tapes: dict[int, Tape] = {}
@@ -212,6 +215,7 @@ class Stage:
         if loss is not None and loss.requires_grad:
             roots.append(loss)
             gradients.append(None)
+        self.before_backward(micro_batch)
         self._begin(tape, tape if split else None)  # for what runs again
         if roots:
             torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]
@@ -225,6 +229,7 @@ class Stage:
         return given.grad.contiguous() if given.grad is not None else torch.zeros_like(given)
 
     def weights(self, micro_batch: int) -> None:
+        self.before_backward(None)
         self._tapes.pop(micro_batch).weights()
 
     def take_losses(self) -> list[Tensor]:

@@ -6,7 +6,9 @@ table frees them, and its gradients add up until the table reduces them.  Memory
 that is not whole holds no more than its shards.
 
 A tensor that two stages on different ranks use (a tied embedding) is a root parameter of both: each rank sums its own
-gradients over its data ranks, then the two add theirs over `tie`, once, so that both make the same update.
+gradients over its data ranks, then the two add theirs over `tie`, once, so that both make the same update.  In a sum of
+fixed order the two uses of a micro-batch are added first, as autograd adds them in one process: the last stage hands
+its part of each micro-batch to the first, which alone sums, and gives the sum back.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, all_gather, all_reduce, gather_bytes
+from interlace.collectives import Group, Handle, Sending, all_gather, all_reduce, broadcast, gather_bytes, receive, send
 from interlace.errors import ConfigError
 from interlace.parallel.data import IN_FLIGHT, DataParallel
 from interlace.parallel.flat import Flat, Placement, Round, Slot, assign_slots
@@ -35,7 +37,9 @@ class StagedParallel(DataParallel):
         stages: stage -> names of its units.
         order: the units of all stages, in order of execution.
         pipeline: the ranks of the pipeline.
-        tie: the two ranks that hold the root parameters, if two do; the first counts and stores them.
+        ends: of the whole pipeline, the first and the last stage, if both read the root parameters.
+        tie: the ranks of these two, if they are two and this is one of them; the first counts and stores them.
+        upwards: from the last of them to the first.
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class StagedParallel(DataParallel):
         stages: Mapping[int, Sequence[str]],
         order: Sequence[str],
         pipeline: Group,
-        tie: Group | None,
+        ends: tuple[int, int] | None = None,
+        tie: Group | None = None,
+        upwards: Group | None = None,
         **options: Any,
     ) -> None:
         super().__init__(module, group, **options)
@@ -56,7 +62,11 @@ class StagedParallel(DataParallel):
         self.through: Callable[..., tuple[torch.Tensor, int]] | None = None
         self._stages = {stage: set(names) for stage, names in stages.items()}
         self.pipeline = pipeline
-        self.tie = tie if self.root.flats else None
+        self.tie, self.upwards = tie, upwards
+        self._ends = ends
+        self._now: tuple[int, int] | None = None  # the stage and micro-batch in backward
+        self._last_uses: dict[int, torch.Tensor] = {}
+        self._sendings: list[Sending] = []
         self.leaves_in_step = 0
         self._travelling: dict[Flat, tuple[Handle[torch.Tensor], bool]] = {}  # in order of their start
 
@@ -127,6 +137,14 @@ class StagedParallel(DataParallel):
         for flat in self.root.flats:
             flat.show()
 
+    def before_backward(self, stage: int, micro_batch: int | None) -> None:
+        """Whose gradients come next; None: those that a first part has put aside."""
+        self._now = None if micro_batch is None else (stage, micro_batch)
+
+    @property
+    def _adds_uses_first(self) -> bool:
+        return self._ends is not None and self.leaves_in_step > 0
+
     def unshard(self, stage: int) -> None:
         """Starts making the weights of a stage whole; each unit waits for its own when it first runs."""
         for unit in self._units_of(stage):
@@ -147,17 +165,52 @@ class StagedParallel(DataParallel):
         """Starts summing the gradients of a stage over data ranks: of the step, or of one micro-batch, in its order."""
         for unit in reversed(self._units_of(stage)):
             self._reduce_all(unit.trainable, micro_batch)
+        if self._adds_uses_first and self._ends is not None and stage == self._ends[0]:
+            self._reduce_all(self.root.trainable, micro_batch)
 
     def finish(self) -> None:
         """The step ends: root gradients are summed, everything has arrived, and weights that were whole are freed."""
-        self._reduce_all(self.root.trainable, None)
+        if not self._adds_uses_first:
+            self._reduce_all(self.root.trainable, None)
         self._arrive(0)
+        for sending in self._sendings:
+            sending.wait()
+        self._sendings.clear()
         if self.tie is not None:
-            for leaf in (leaf for flat in self.root.trainable for leaf in flat.leaves):
-                assert leaf.grad is not None
-                all_reduce(leaf.grad, self.tie, name="tied gradient").wait()
+            self._tie(self.tie)
         self._free(self.root.flats)
+        self._now = None
         self._stale = True
+
+    def _tie(self, tie: Group) -> None:
+        """Both ends get the same gradient of the root parameters."""
+        for flat in self.root.trainable:
+            if not self._adds_uses_first:
+                all_reduce(flat.reduced, tie, name=f"tied {flat.name}").wait()
+            elif tie.rank == 0:
+                broadcast(flat.reduced, tie, name=f"tied {flat.name}").wait()
+            else:
+                flat.adopt(broadcast(torch.empty_like(flat.main), tie, name=f"tied {flat.name}").wait())
+
+    def _both_uses(self, parameter: nn.Parameter) -> bool:
+        """Adds the use of a root parameter in the last stage to that in the first; False: it is not yet time."""
+        assert self._now is not None and self._ends is not None
+        stage, micro_batch = self._now
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        name = f"tied gradient of micro-batch {micro_batch}"
+        if stage == self._ends[1]:
+            if self.upwards is None:
+                self._last_uses[micro_batch] = gradient
+            else:
+                self._sendings.append(send(gradient.contiguous(), self.upwards, name=name))
+            return False
+        if self.upwards is None:
+            other = self._last_uses.pop(micro_batch)
+        else:
+            other = receive(gradient.shape, gradient.dtype, self.upwards, name=name).wait()
+        parameter.grad = other.add_(gradient)
+        return True
 
     def _units_of(self, stage: int) -> list[Unit]:
         return [unit for unit in self.units if unit.name in self._stages[stage]]
@@ -200,11 +253,12 @@ class StagedParallel(DataParallel):
         flat.deliver(last)
 
     def _accumulate(self, flat: Flat, index: int) -> None:
+        uses = self._adds_uses_first and self._now is not None and flat in self.root.flats
+        if uses and not self._both_uses(flat.members[index].parameter):
+            return
         first_part = self.switch.first_part if self.switch is not None else None
         if first_part is not None and self.leaves_in_step and self.group.size > 1:
-            parameter = flat.members[
-                index
-            ].parameter  # with those of this micro-batch's products, whose turn it is then
+            parameter = flat.members[index].parameter  # its turn is with the micro-batch's products
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             first_part.keep(parameter, functools.partial(_itself, gradient))

@@ -184,12 +184,6 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
             f"asks for schedule={plan.schedule}, which runs backward in two parts, with train.compile=true, whose "
             "compiled blocks run it in one"
         )
-    if _is_fixed(config) and cfg.tie_embeddings:
-        return (
-            'splits a model with tied embeddings over pp with run.reproducible = "plan", whose two uses then add apart'
-        )
-    if _is_fixed(config) and cfg.router_aux_loss:
-        return 'splits a router\'s loss over pp with run.reproducible = "plan", which then adds up by stage'
     return None
 
 

@@ -134,7 +134,8 @@ def share(config: Config, rank: int, batch: int) -> Share:
         in_place = False
     gradients = whole if in_place else held
     if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
-        gradients += whole // plan.dp  # what rounds add up in
+        adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
+        gradients += adding // plan.dp  # what rounds add up in
     counts = computed_sequences(plan, mesh, rank, batch, fixed)
     work = executed_matmul_flops(cfg, sum(counts), config.data.sequence_length, plan.recompute, held=held_here)
     sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
@@ -161,6 +162,14 @@ def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fi
     return [max(1, last - first) for first, last in parts]
 
 
+def _is_summed_elsewhere(plan: ParallelPlan, mesh: Mesh, rank: int, run: Run, fixed: bool) -> bool:
+    """Whether another stage adds up the gradients of a run: in fixed order, the first those of a tied weight."""
+    if not fixed or plan.pp == 1 or run.unit != "root":
+        return False
+    home = placement_of(plan)
+    return home[0] != home[-1] and mesh.index(rank, "pp") == home[-1]
+
+
 def _sent_between_stages(
     config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...], counts: list[int]
 ) -> Counter[str]:
@@ -174,16 +183,25 @@ def _sent_between_stages(
     sent = Counter(send=per_sequence * sum(counts[action.micro_batch or 0] for action in sends))
     numbers = SCALARS
     if fixed:  # a loss a micro-batch, a square sum a chunk that holds parameters
-        ends = [run.cut.offsets[-1] + run.members[-1].numel for run in found]
-        chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, found, strict=True))
+        counted = [run for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed)]
+        ends = [run.cut.offsets[-1] + run.members[-1].numel for run in counted]
+        chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, counted, strict=True))
         numbers = FP64 * (len(leaves(plan, batch)) + chunks)
+    if fixed and cfg.num_experts and cfg.router_aux_loss:
+        layers = sum(run.unit.startswith("blocks.") for run in found)
+        numbers += FP32 * layers * sum(counts)  # a loss a layer and sequence
     sent["all_gather"] = numbers * (plan.pp - 1)
     home = placement_of(plan)
     for run in found:
         if run.unit == "root" and home[0] != home[-1]:  # each of two ranks sends half, and gets the sum's other half
             shards = mesh.size("shard" if is_hybrid(plan) else "dp") if plan.zero else 1
             half = FP32 * run.cut.total // shards // 2
-            sent.update({"reduce_scatter": half, "all_gather": half})
+            if not fixed:
+                sent.update({"reduce_scatter": half, "all_gather": half})
+            elif place == home[0]:
+                sent["broadcast"] += 2 * half
+            else:
+                sent["send"] += compute * run.members[0].numel * len(counts)
     return sent
 
 
@@ -225,6 +243,10 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     for run in found:
         whole = run.cut.total
         shard = whole // mesh.size(inner)
+        if _is_summed_elsewhere(plan, mesh, rank, run, fixed):
+            if plan.zero:
+                add(f"U/{inner}:c", "U", run, whole, compute, 1)
+            continue
         if fixed:
             add("U +dp", "U/dp:c", run, whole, wire, count)
         else:

@@ -72,13 +72,18 @@ class Staged:
         self, cfg: Config, model: StagedParallel, cut: Sequence[Sequence[str]], group: Group, lines: Lines, meter: Meter
     ) -> None:
         self.cfg, self.model, self.group, self.lines, self.meter = cfg, model, group, lines, meter
+        self.routed: dict[tuple[int, int], list[Tensor]] = {}  # by stage and micro-batch: of each layer, [B]
+        self.heads: dict[int, Tensor] = {}  # losses of the vocabulary
+        self.cut_layers = [sum(name.startswith("blocks.") for name in names) for names in cut]
         self.given: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]] = []
         self.dropout_key = 0
         self.labels: Callable[[], int] = lambda: 1
         self._pipelines: dict[tuple[int, bool], Pipeline] = {}
         decoder = model.module
         assert isinstance(decoder, Decoder)
+        self.decoder = decoder
         self.hidden = decoder.cfg.hidden_size
+        self.balanced = decoder.cfg.num_experts > 0 and decoder.cfg.router_aux_loss > 0
         self.splits = table_of(cfg.plan, max(1, 2 * cfg.plan.pp)).splits_backward if _is_named(cfg.plan) else True
         switch = Switch() if self.splits else None
         model.switch = switch
@@ -87,7 +92,8 @@ class Staged:
         self.works = {}
         for stage in own_stages(cfg.plan, group.rank):
             part = view(decoder, cut[stage])
-            self.works[stage] = Stage(self._compute_of(stage, part, stage == len(cut) - 1), switch)
+            compute = self._compute_of(stage, part, stage == len(cut) - 1)
+            self.works[stage] = Stage(compute, switch, functools.partial(model.before_backward, stage))
 
     def _compute_of(
         self, stage: int, part: Decoder, is_last: bool
@@ -103,9 +109,13 @@ class Staged:
             if not is_last and not context.router_losses:
                 return output, None
             counts_B = (labels_BT != IGNORED).sum(dim=1)
+            routed = list((context.router_losses or {}).values())
+            self.routed[stage, micro_batch] = [loss_B.detach() for loss_B in routed]
             loss = part.router_loss(context, counts_B)
             if is_last:
-                loss = part.head(output, labels_BT) + loss
+                head = part.head(output, labels_BT)
+                self.heads[micro_batch] = head.detach()
+                loss = head + loss
             return (None if is_last else output), loss / max(self.labels(), 1)
 
         return compute
@@ -132,11 +142,42 @@ class Staged:
         dtype = self.model.computing_dtype
         self.pipeline(len(batches), leaves > 0).run(self.works, shapes, dtype, self.model)
         self.model.finish()
-        self.given = []
-        parts = [stage.take_losses() for stage in self.works.values()]
-        zero = torch.zeros(len(batches), dtype=torch.float64, device=device)
-        losses = sum((torch.stack(part).double() for part in parts if part), start=zero)
+        losses = self._losses_in_order() if leaves and self.balanced else self._losses()
+        self.given, self.routed, self.heads = [], {}, {}
         return (losses if leaves else losses.sum(dim=0, keepdim=True)), self.labels()
+
+    def _losses(self) -> Tensor:
+        """This rank's part of the loss of every micro-batch: fp64 [m]."""
+        zero = torch.zeros(len(self.given), dtype=torch.float64, device=self.group.device)
+        parts = [stage.take_losses() for stage in self.works.values()]
+        return sum((torch.stack(part).double() for part in parts if part), start=zero)
+
+    def _losses_in_order(self) -> Tensor:
+        """The loss of every micro-batch on the last stage, 0 elsewhere, layers in the model's order: fp64 [m]."""
+        for work in self.works.values():
+            work.take_losses()
+        table = self.pipeline(len(self.given), True).table
+        stages = [self.cut_layers[stage] for stage in range(table.stages)]
+        lengths = [len(given[0]) for given in self.given]
+        sizes = [sum(stages[stage] for stage in table.stages_of(rank)) * sum(lengths) for rank in range(table.ranks)]
+        own = [loss for stage in self.works for j in range(len(lengths)) for loss in self.routed[stage, j]]
+        values = torch.cat(own) if own else torch.zeros(0, device=self.group.device)
+        parts = all_gather(values, self.group, sizes=sizes, name="losses of routers").wait().split(sizes)
+        found: dict[tuple[int, int], list[Tensor]] = {}
+        for rank, part in enumerate(parts):
+            order = [(stage, j) for stage in table.stages_of(rank) for j in range(len(lengths))]
+            places = [place for place in order for _ in range(stages[place[0]])]
+            for place, loss in zip(places, part.split([lengths[j] for _, j in places]), strict=True):
+                found.setdefault(place, []).append(loss)
+        totals = []
+        for j, given in enumerate(self.given):
+            losses = [loss for stage in range(table.stages) for loss in found.get((stage, j), [])]
+            counts_B = (given[1] != IGNORED).sum(dim=1)
+            total = torch.zeros((), device=self.group.device)
+            if j in self.heads:
+                total = (self.heads[j] + self.decoder.balance(losses, counts_B)) / max(self.labels(), 1)
+            totals.append(total.double())
+        return torch.stack(totals)
 
 
 def _once(counting: Handle[Tensor]) -> Callable[[], int]:
@@ -162,23 +203,25 @@ def prepare(
     own = {stage: cut[stage] for stage in own_stages(cfg.plan, groups["pp"].rank)}
     order = spec.units(model_cfg)
     names = [name for name in order if any(name in part for part in own.values())]
-    tie = _tie(cfg, groups) if model_cfg.tie_embeddings else None
+    wrap = functools.partial(StagedParallel, stages=own, order=order, pipeline=groups["pp"])
     keep(decoder, names)
-    return names, functools.partial(StagedParallel, stages=own, order=order, pipeline=groups["pp"], tie=tie)
+    if model_cfg.tie_embeddings:
+        home = placement_of(cfg.plan)
+        first, last = home[0], home[-1]
+        wrap = functools.partial(wrap, ends=(0, len(home) - 1))
+        if first != last:
+            lines = _lines(cfg, groups, {(first, last), (last, first)})
+            wrap = functools.partial(wrap, tie=lines.get((first, last)), upwards=lines.get((last, first)))
+    return names, wrap
 
 
 def attach(cfg: Config, model_cfg: ModelConfig, model: StagedParallel, groups: Groups, meter: Meter) -> None:
     """Lets `train.step` run the model through its pipeline.  Collective."""
-    pairs = pairs_of(table_of(cfg.plan, 1))
-    lines = make_lines(groups.mesh, groups.rank, "pp", pairs, groups["pp"].device, cfg.run.timeout, meter)
+    lines = _lines(cfg, groups, pairs_of(table_of(cfg.plan, 1)))
     cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
     model.through = Staged(cfg, model, cut, groups["pp"], lines, meter).forward_backward
 
 
-def _tie(cfg: Config, groups: Groups) -> Group | None:
-    """The ranks of the first and the last stage, if they are two and this is one of them.  Collective."""
-    home, group = placement_of(cfg.plan), groups["pp"]
-    ends = home[0], home[-1]
-    if ends[0] == ends[1]:
-        return None
-    return make_lines(groups.mesh, groups.rank, "pp", [ends], group.device, cfg.run.timeout, group.meter).get(ends)
+def _lines(cfg: Config, groups: Groups, pairs: set[tuple[int, int]]) -> Lines:
+    group = groups["pp"]
+    return make_lines(groups.mesh, groups.rank, "pp", pairs, group.device, cfg.run.timeout, group.meter)
