@@ -5,9 +5,9 @@ rounding.  Each rank sends every other rank that rank's slice (all-to-all) and t
 the bytes of a ring, one hop instead of n - 1, the same bits in every run, and the same bits for every split of the
 message.  Parts may travel in a narrower dtype than the sum's: bf16 gradients added up in fp32 are the sum of the same
 numbers in half the bytes.  NCCL chooses algorithm, protocol and channel count per message size and the order of its
-sums with them (NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that a sum over
-parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own reduce-scatter,
-46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
+sums with them (NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that
+a sum over parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own
+reduce-scatter, 46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class DataParallel(nn.Module):
             self._round = None
 
     def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Runs `update(leaves)` for the leaves of one flat run after another, each before its weights are gathered next.
+        """Runs `update(leaves)` for one flat run after another, each before its weights are gathered next.
 
         So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
         the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
