@@ -7,7 +7,7 @@ All variants hold the same model and take the same random tokens; they run in tu
 times, and the median round counts.  First, step 1 of each is checked against one GPU in fp32: loss and gradient norm.
 A peak is what a variant adds to what the others keep.  Variants: ours-zeroZ, fsdp2 (ZeRO-3), fsdp2-keep (ZeRO-2), ddp;
 with the suffix -eager without compilation of the blocks, -bf16 with gradients reduced in bf16, -off (ours) with every
-transfer waited for at once.
+transfer waited for at once, -nccl (ours) with NCCL's kernels where copy engines would do.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         compute_dtype=torch.bfloat16,
         wire_dtype=torch.bfloat16 if "-bf16" in name else None,
         overlap="-off" not in name,
+        transport="library" if "-nccl" in name else "auto",
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
     )

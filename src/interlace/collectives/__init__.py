@@ -4,6 +4,7 @@ from interlace.collectives.groups import Group, Groups, make_groups
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
 from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
+from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
     "Group",
@@ -11,12 +12,15 @@ __all__ = [
     "Handle",
     "Meter",
     "Record",
+    "Window",
     "add_parts",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "broadcast",
     "make_groups",
+    "make_windows",
+    "reach",
     "reduce_scatter",
     "sum_scalars",
     "then",

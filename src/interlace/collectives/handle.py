@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from interlace.events import Event
 
@@ -131,6 +130,12 @@ class Record:
                 yield axis, "", at, until
 
 
+class Work(Protocol):
+    """What a library or a window is still doing."""
+
+    def wait(self) -> object: ...
+
+
 class Handle(Generic[T]):
     """A started transfer.  `wait()` returns its result and may be called again; the buffers live until then."""
 
@@ -156,7 +161,7 @@ def start(
     nbytes: int,
     stream: torch.cuda.Stream | None,
     prepare: Callable[[], None] | None,
-    launch: Callable[[], list[dist.Work]],
+    launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.

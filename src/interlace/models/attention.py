@@ -3,7 +3,7 @@
 `attention` equals softmax(q k^T / sqrt(E) + mask) v; PyTorch's kernels do the work:
 
     what the queries see                      fp16 or bf16 on CUDA          elsewhere
-    all before them (plain causal)            SDPA, cuDNN if it trains      SDPA, is_causal
+    all before them (plain causal)            SDPA, is_causal               SDPA, is_causal
     their document and/or a sliding window    varlen (flash) attention      SDPA with a boolean mask
     anything, with attention dropout          written out, scores in memory (said once)
 
@@ -23,21 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interlace import random
 from interlace.config import ModelConfig
 from interlace.models.layers import Context, Linear, rotate
-
-# In training, in this order.  On an H200, forward and backward of 4 x 4096 tokens, 32 / 8 heads of 64: cuDNN 2.47 ms,
-# flash 3.83 ms; 1 x 4096, heads of 128: 1.04 and 1.89 ms.  cuDNN plans anew for each shape, so forward passes alone,
-# whose lengths may change from call to call, do not ask for it; and its backward is not deterministic.
-FASTEST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class Pattern:
@@ -127,10 +116,7 @@ def attention(
     if q.is_cuda and not (half and pattern.plain):
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     grouped = k.shape[1] != q.shape[1]
-    if half and pattern.plain and torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled():
-        with sdpa_kernel(FASTEST, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    elif pattern.plain:
+    if pattern.plain:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.mask_B1TS, enable_gqa=grouped)
