@@ -489,7 +489,8 @@ def mixed_precision(world: World) -> None:
             return x
 
     for zero in range(4):
-        reference, model = seeded(0, Net), DataParallel(seeded(0, Net), group, zero=zero, compute_dtype=torch.bfloat16)
+        how = {"zero": zero, "transport": "copy" if zero % 2 else "auto", "compute_dtype": torch.bfloat16}
+        reference, model = seeded(0, Net), DataParallel(seeded(0, Net), group, **how)
         ours, theirs = (Descent(m.parameters(), lr=0.5) for m in (model, reference))
         for step in range(3):
             parts = []
@@ -518,7 +519,8 @@ def narrow_wire(world: World) -> list[list[int]]:
     group, found = whole_group(world), []
     value = torch.tensor(256.0 if group.rank == 0 else 1.0)
     for zero in range(4):
-        model = DataParallel(Scalar(torch.float32), group, zero=zero, gradients="sum", compute_dtype=torch.bfloat16)
+        how = {"zero": zero, "transport": "copy" if zero > 1 else "auto", "compute_dtype": torch.bfloat16}
+        model = DataParallel(Scalar(torch.float32), group, gradients="sum", **how)
         row = []
         for passes in (2, 1, 2):
             group.meter.reset_counts()

@@ -168,10 +168,7 @@ def left_out(rank: int) -> Any:
 def own_buffers(rank: int) -> Any:
     """(c) zero=3 keeps every unit, each in a buffer of its own."""
 
-    def assign_slots(flats: Any, positions: Any, distance: int, share: bool) -> Any:
-        return flat.assign_slots(flats, positions, distance, share=False)
-
-    return mock.patch.object(data, "assign_slots", assign_slots)
+    return mock.patch.object(data, "choose_slots", lambda flats, places, distance: flat.choose_slots(flats, places, 0))
 
 
 @contextlib.contextmanager

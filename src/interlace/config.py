@@ -77,6 +77,7 @@ class ParallelPlan(Section):
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
     overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+    transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,6 +5,7 @@ from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
 from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
 from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
+from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
     "Group",
@@ -14,6 +15,7 @@ __all__ = [
     "Meter",
     "Record",
     "Sending",
+    "Window",
     "add_parts",
     "all_gather",
     "all_reduce",
@@ -22,6 +24,8 @@ __all__ = [
     "gather_bytes",
     "make_groups",
     "make_lines",
+    "make_windows",
+    "reach",
     "receive",
     "reduce_scatter",
     "send",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from interlace.collectives.handle import Meter
+from interlace.collectives.handle import FOLDED, Meter
 from interlace.mesh import Mesh
 
 
@@ -89,9 +89,6 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
             stream = torch.cuda.Stream(device) if device.type == "cuda" and size > 1 else None
         groups.by_axis[axis] = Group(axis, ranks, ranks.index(rank), device, meter, process_group, stream)
     return groups
-
-
-FOLDED = {"shard": "dp", "replica": "dp"}
 
 
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:

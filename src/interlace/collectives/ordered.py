@@ -5,9 +5,9 @@ rounding.  Each rank sends every other rank that rank's slice (all-to-all) and t
 the bytes of a ring, one hop instead of n - 1, the same bits in every run, and the same bits for every split of the
 message.  Parts may travel in a narrower dtype than the sum's: bf16 gradients added up in fp32 are the sum of the same
 numbers in half the bytes.  NCCL chooses algorithm, protocol and channel count per message size and the order of its
-sums with them (NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that a sum over
-parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own reduce-scatter,
-46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
+sums with them (NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that
+a sum over parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own
+reduce-scatter, 46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from interlace.collectives.groups import Group
-from interlace.collectives.handle import Handle, start
+from interlace.collectives.handle import Handle, Work, start
 from interlace.collectives.ops import all_gather, exchange_parts
+from interlace.collectives.window import Window
 
 
 def reduce_scatter(
@@ -30,13 +30,14 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
     scale: float = 1.0,
+    window: Window | None = None,
     name: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
     """This rank's slice of the sum over ranks of `flat`, times `scale`.
 
     flat: 1-D, contiguous, sum(sizes) elements (equal slices when `sizes` is None).  `out`: where the slice goes
     (`flat`'s own part is allowed); the sum is taken in its dtype, which may be wider than `flat`'s.  `wire`: the dtype
-    that travels, `flat`'s when None.
+    that travels, `flat`'s when None.  `window`: the one that begins with `flat`, whose parts are equal.
     """
     if sizes is None:
         assert flat.numel() % group.size == 0, (flat.numel(), group.size)
@@ -60,8 +61,10 @@ def reduce_scatter(
         if travelling is not flat:
             travelling.copy_(flat)
 
-    def launch() -> list[dist.Work]:
-        return exchange_parts(group, travelling, received, *(() if even else (sizes, [count] * group.size)))
+    def launch() -> Sequence[Work]:
+        if even:
+            return exchange_parts(group, travelling, received, window=window)
+        return exchange_parts(group, travelling, received, sizes, [count] * group.size)
 
     def finish() -> torch.Tensor:
         return ordered_sum(got, target, scale)
@@ -76,6 +79,7 @@ def add_parts(
     *,
     valid: int,
     first: bool,
+    window: Window | None = None,
     name: str = "add_parts",
 ) -> Handle[torch.Tensor]:
     """Adds this rank's slices of `flat` of ranks 0, 1, ... valid - 1, in this order, to `accumulator`.
@@ -83,7 +87,7 @@ def add_parts(
     Equals ((accumulator + part 0) + part 1) + ...; `first`: the accumulator begins as a copy of part 0.  So calls with
     parts 0 to w - 1, w to 2 w - 1, ... of one sum give the same bits for every number w of ranks.  Ranks from `valid`
     on only take part.  flat: 1-D, contiguous, equal slices; accumulator: one slice, not in `flat`, its dtype that of
-    the sum.  Counted as a reduce-scatter.
+    the sum.  `window`: see `reduce_scatter`.  Counted as a reduce-scatter.
     """
     assert group.process_group is not None and 1 <= valid <= group.size
     assert flat.numel() == accumulator.numel() * group.size
@@ -92,8 +96,8 @@ def add_parts(
     nbytes = (flat.numel() - accumulator.numel()) * flat.element_size()
     group.meter.count("reduce_scatter", group.axis, nbytes)
 
-    def launch() -> list[dist.Work]:
-        return exchange_parts(group, flat, received)
+    def launch() -> Sequence[Work]:
+        return exchange_parts(group, flat, received, window=window)
 
     def finish() -> torch.Tensor:
         return add_in_order(parts, accumulator, first)

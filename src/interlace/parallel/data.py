@@ -33,10 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, broadcast, sum_scalars
+from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
 from interlace.errors import ConfigError
 from interlace.parallel import norm as norms
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, assign_slots, leave_meta
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, choose_slots, leave_meta
 from interlace.parallel.state import digest, load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
@@ -62,6 +62,8 @@ class DataParallel(nn.Module):
         wire_dtype: dtype in which gradients travel; None = that of the main gradients.
         ahead: units gathered ahead of the one that computes.
         overlap: False runs every transfer by itself, for comparison: nothing is gathered ahead, nothing waits later.
+        transport: "library" (NCCL, gloo), "copy" (`collectives.window`: ranks of one host read each other's memory, on
+            GPUs by copy engines), or "auto": "copy" on GPUs that reach each other.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
@@ -83,6 +85,7 @@ class DataParallel(nn.Module):
         wire_dtype: torch.dtype | None = None,
         ahead: int = 1,
         overlap: bool = True,
+        transport: str = "auto",
         materialise: Materialise | None = None,
         dims: dict[str, str] | None = None,
         decay: dict[str, bool] | None = None,
@@ -106,6 +109,7 @@ class DataParallel(nn.Module):
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
         self._stale = False
+        self._adding = False  # gradients of earlier passes wait for this one
         self._next_gather = 0
         self._next_item = 0
         self._round: Round | None = None
@@ -121,6 +125,7 @@ class DataParallel(nn.Module):
         if materialise is not None:
             leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots(distance=ahead + 1)
+        self._make_windows(transport)
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
@@ -179,7 +184,7 @@ class DataParallel(nn.Module):
             self._round = None
 
     def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Runs `update(leaves)` for the leaves of one flat run after another, each before its weights are gathered next.
+        """Runs `update(leaves)` for one flat run after another, each before its weights are gathered next.
 
         So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
         the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
@@ -340,6 +345,12 @@ class DataParallel(nn.Module):
             "gradients": [grad for flat in self.flats for grad in flat.gradients()],
         }
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the memory that peers read, which torch's own allocator does not count."""
+        slots = {id(slot): slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None}
+        return sum(slot.window.own.numel() for slot in slots.values() if slot.window is not None)
+
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _fill_units(self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool]) -> None:
@@ -370,10 +381,44 @@ class DataParallel(nn.Module):
             tensor.copy_(broadcast(tensor.contiguous(), self.group, name="initial values").wait())
 
     def _make_slots(self, distance: int) -> list[Slot]:
-        flats = [flat for unit in self.units for flat in unit.flats]
-        positions = [unit.position for unit in self.units for _ in unit.flats]
-        shared = assign_slots(flats, positions, distance, share=self.zero == 3)
-        return shared + assign_slots(self.root.flats, [0] * len(self.root.flats), 1, share=False)
+        """Gives each run that needs one a buffer to be gathered into: shared ones under zero=3, the root's its own."""
+        inner = [(flat, unit.position) for unit in self.units for flat in unit.flats if flat.casts]
+        root = [(flat, 0) for flat in self.root.flats if flat.casts]
+        found: list[Slot] = []
+        for pairs, shared in ((inner, self.zero == 3), (root, False)):
+            flats, positions = [flat for flat, _ in pairs], [position for _, position in pairs]
+            distance = distance if shared and flats and flats[0].sharded else 0
+            for flat, slot in zip(flats, choose_slots(flats, positions, distance), strict=True):
+                flat.slot = slot
+                found += [] if slot in found else [slot]
+        return found
+
+    def _make_windows(self, transport: str) -> None:
+        """Puts what peers read into memory that they reach: gathered copies, and gradients that travel as they arose.
+
+        As many units' gradients as are on their way, and the one being written, have a place.
+        """
+        if transport not in ("auto", "library", "copy"):
+            raise ConfigError(f'transport="{transport}" is none of "auto", "library" and "copy".')
+        if transport == "library" or not self.sharded or (transport == "auto" and self.inner.device.type != "cuda"):
+            return
+        if not reach(self.inner):
+            if transport == "copy":
+                raise ConfigError(
+                    f'transport="copy" needs ranks of one host that reach each other\'s memory, and those along '
+                    f'{self.inner.axis} do not; use transport="auto".'
+                )
+            return
+        place = {id(flat): unit.position for unit in [*self.units, self.root] for flat in unit.flats}
+        leaving = [flat for flat in self._trainable if flat.sharded and flat.compute_dtype != flat.main_dtype]
+        outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
+        for flat, slot in zip(leaving, outboxes, strict=True):
+            flat.outbox = slot
+        arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
+        for found in (arriving, outboxes):
+            slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
+            for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                slot.window = window
 
     def _register_hooks(self) -> None:
         for unit in self.units:
@@ -400,6 +445,7 @@ class DataParallel(nn.Module):
                     handle.wait()
             for flat in self._trainable:
                 flat.drop()
+            self._adding = False
             self._rest()
         self._drop_stale()
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
@@ -493,7 +539,7 @@ class DataParallel(nn.Module):
             flat.gather()
             flat.show()
         for flat in self._trainable:
-            flat.begin(is_reduced=self.sync)
+            flat.begin(alone=self.sync and not self._adding)
         for unit in [*self.units, self.root]:
             unit.reduced = False
             unit.waiting_for = {
@@ -590,6 +636,7 @@ class DataParallel(nn.Module):
             while self._reductions:
                 self._deliver()
             self._stale = self._stale or self.sync
+            self._adding = not self.sync
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, add_parts, all_gather, all_reduce, reduce_scatter, then
+from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, reduce_scatter, then
 from interlace.errors import ConfigError
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
@@ -60,7 +60,10 @@ class Member:
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer that whole units are gathered into, one after another.  `content` is the run that it holds now."""
+    """A buffer for whole runs, one after another: what they are gathered into, or what their gradients leave from.
+
+    `content` is the run that it holds now.  `window`: its memory, when the peers read it directly.
+    """
 
     numel: int
     dtype: torch.dtype
@@ -68,11 +71,19 @@ class Slot:
     buffer: torch.Tensor | None = None
     content: Flat | None = None
     arriving: Handle[torch.Tensor] | None = None
+    window: Window | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def reserve(self) -> torch.Tensor:
         if self.buffer is None:
             with torch.inference_mode(False):  # it outlives the pass that first needs it
-                self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+                if self.window is not None:
+                    self.buffer = self.window.own.view(self.dtype)
+                else:
+                    self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         return self.buffer
 
 
@@ -133,13 +144,14 @@ class Flat:
     main: torch.Tensor = field(init=False)
     leaves: list[nn.Parameter] = field(default_factory=list)
     slot: Slot | None = None
+    outbox: Slot | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
     _sum: torch.Tensor | None = None
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
-    _arriving: torch.dtype | None = None
+    _narrow: bool = False
     _result: torch.Tensor | None = None
     _due: Callable[[], None] | None = None
     _used: list[torch.Tensor] = field(default_factory=list)
@@ -262,7 +274,13 @@ class Flat:
             due, self._due = self._due, None
             self._used = [] if due is None else [leaf.grad for leaf in self.leaves if leaf.grad is not None]
             slot.arriving = all_gather(
-                whole[begin:end], self.inner, out=whole, source=self.main, before=due, name=f"gather {self.name}"
+                whole[begin:end],
+                self.inner,
+                out=whole,
+                source=self.main,
+                before=due,
+                window=slot.window,
+                name=f"gather {self.name}",
             )
         slot.content = self
         self._version = self.main._version
@@ -332,14 +350,13 @@ class Flat:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin(self, is_reduced: bool) -> None:
-        """A backward pass begins, and is reduced when it ends or not.  What earlier ones left unreduced is dropped if
-        the caller has taken it away."""
+    def begin(self, alone: bool) -> None:
+        """A backward pass begins; `alone`: its gradients are reduced without those of any other.  What earlier ones
+        left unreduced is dropped if the caller has taken it away."""
         if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
             self.drop()
         self._unreduced = False
-        narrow = is_reduced and not self._written and self.group.size > 1
-        self._arriving = self.compute_dtype if narrow else self.main_dtype
+        self._narrow = alone and self.group.size > 1
 
     def release(self) -> None:
         """Lets gradient buffers go that hold nothing: under the activations of the next forward nobody needs them."""
@@ -350,6 +367,7 @@ class Flat:
         """Forgets the gradients that have not been reduced."""
         self._written.clear()
         self._carried = []
+        self._leave_outbox()
 
     def accumulate(self, index: int) -> None:
         """Adds the gradient of member `index` to the run, and takes it off the parameter."""
@@ -374,12 +392,42 @@ class Flat:
     def _begin_gradients(self) -> None:
         """Makes room; gradients that the leaves still have are added to the coming reduction's."""
         self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
-        dtype = self._arriving or self.main_dtype
-        if self.grad is None or self.grad.dtype != dtype:
+        dtype = self.compute_dtype if self._narrow else self.main_dtype
+        if self._narrow and self.outbox is not None and self.outbox.content is None:
+            self.grad = self._enter_outbox()
+        elif self.grad is None or self.grad.dtype != dtype:
             self.grad = torch.empty(self.numel, dtype=dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
         for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
             self.grad[end:following].zero_()
+
+    def _enter_outbox(self) -> torch.Tensor:
+        """The run's place in the memory that its peers read."""
+        assert self.outbox is not None and self.outbox.window is not None and self.outbox.content is None
+        self.outbox.window.claim()
+        self.outbox.content = self
+        return self.outbox.reserve()[: self.numel]
+
+    def _leave_outbox(self) -> None:
+        if self.outbox is not None and self.outbox.content is self:
+            self.outbox.content = self.grad = None
+
+    def _leaving(self) -> tuple[torch.Tensor, Window | None]:
+        """The complete run in the dtype in which it travels, the same on every rank, and the window in which it lies.
+
+        Two things may have kept it from being written there: a gradient that came in parts, which add up in fp32, and
+        a unit before it whose gradients came late.
+        """
+        grad = self._complete()
+        if self._narrow and grad.dtype != self.compute_dtype:
+            grad = self.grad = grad.to(self.compute_dtype)
+        if not self._narrow or self.outbox is None:
+            return grad, None
+        if self.outbox.content is not self:
+            grad = self.grad = self._enter_outbox().copy_(grad)
+        elif grad.data_ptr() != self.outbox.reserve().data_ptr():
+            grad = self.grad = self.outbox.reserve()[: self.numel].copy_(grad)
+        return grad, self.outbox.window
 
     def _place_for_sum(self) -> torch.Tensor:
         """Where the reduced gradient of the held elements goes: into the run itself where all of it stays."""
@@ -409,12 +457,12 @@ class Flat:
 
     def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
         """Starts the sum over ranks."""
-        grad, name, outer = self._complete(), f"reduce {self.name}", self.outer
+        (grad, window), name, outer = self._leaving(), f"reduce {self.name}", self.outer
         result = self._result = self._place_for_sum()
         wire = wire if self.main_dtype.is_floating_point and grad.dtype == self.main_dtype else None
         if not self.sharded:
             return all_reduce(grad, self.group, out=result, wire=wire, scale=scale, name=name)
-        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, name=name)
+        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, window=window, name=name)
         if outer is None:
             return inside
         return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
@@ -422,11 +470,10 @@ class Flat:
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
         that hold an element have it."""
-        grad, name, accumulator = self._complete(), f"reduce {self.name}", self._accumulator()
-        sent = grad
+        (sent, window), name, accumulator = self._leaving(), f"reduce {self.name}", self._accumulator()
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
-            sent = grad.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1)
-        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, name=name)
+            sent, window = sent.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1), None
+        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, window=window, name=name)
         holders = self.outer if self.sharded else self.group
         if not round.last or holders is None:
             self._result = accumulator
@@ -438,6 +485,7 @@ class Flat:
         """After a reduction: lets the whole run go where it is not the result; after the last one of a step, hands the
         gradient to the leaves."""
         assert self._result is not None
+        self._leave_outbox()
         if self.grad is not None and self._result.untyped_storage() is not self.grad.untyped_storage():
             self.grad = None
         if not last:
@@ -508,21 +556,17 @@ def slice_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:
-    """Gives each run that needs one a buffer: its own, or with `share` one of `plan.zero.slots`."""
-    casting = [(flat, position) for flat, position in zip(flats, positions, strict=True) if flat.casts]
-    totals = [flat.numel for flat, _ in casting]
-    chosen: Sequence[int] = range(len(casting))
-    if share and casting and casting[0][0].sharded:
-        chosen = slots(totals, [position for _, position in casting], distance)
-    made = {}
-    for (flat, _), number in zip(casting, chosen, strict=True):
-        key = (number, flat.compute_dtype)
-        if key not in made:
-            made[key] = Slot(0, flat.compute_dtype, flat.main.device)
-        flat.slot = made[key]
-        flat.slot.numel = max(flat.slot.numel, flat.numel)
-    return list(made.values())
+def choose_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int) -> list[Slot]:
+    """A buffer for each run, in the dtype in which it computes, some shared as `plan.zero.slots` says (0 = none)."""
+    totals = [flat.numel for flat in flats]
+    chosen = slots(totals, positions, distance) if distance else range(len(flats))
+    made: dict[tuple[int, torch.dtype], Slot] = {}
+    found = []
+    for flat, number in zip(flats, chosen, strict=True):
+        slot = made.setdefault((number, flat.compute_dtype), Slot(0, flat.compute_dtype, flat.main.device))
+        slot.numel = max(slot.numel, flat.numel)
+        found.append(slot)
+    return found
 
 
 def leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from interlace.collectives import Group, Handle, Sending, all_gather, all_reduce, broadcast, gather_bytes, receive, send
 from interlace.errors import ConfigError
 from interlace.parallel.data import IN_FLIGHT, DataParallel
-from interlace.parallel.flat import Flat, Placement, Round, Slot, assign_slots
+from interlace.parallel.flat import Flat, Placement, Round, Slot, choose_slots
 from interlace.parallel.split import Switch
 from interlace.parallel.state import combined, digests
 from interlace.parallel.units import ROOT, Unit
@@ -132,7 +132,7 @@ class StagedParallel(DataParallel):
         self._drop_stale()
         for flat in self._trainable:
             flat.release()
-            flat.begin(is_reduced=False)
+            flat.begin(alone=False)
         self._whole(self.root.flats)
         for flat in self.root.flats:
             flat.show()
@@ -270,7 +270,16 @@ class StagedParallel(DataParallel):
     # -- instead of the hooks of one pass ------------------------------------------------------------------------------
 
     def _make_slots(self, distance: int) -> list[Slot]:
-        return assign_slots(self.flats, [0] * len(self.flats), 1, share=False)
+        flats = [flat for flat in self.flats if flat.casts]
+        found = choose_slots(flats, [0] * len(flats), 0)
+        for flat, slot in zip(flats, found, strict=True):
+            flat.slot = slot
+        return found
+
+    def _make_windows(self, transport: str) -> None:
+        """None: peers must not read memory that stages give back."""
+        if transport == "copy":
+            raise ConfigError('transport="copy" is not for stages of a pipeline; use transport="auto".')
 
     def _register_hooks(self) -> None:
         for unit in self.units:

@@ -162,6 +162,8 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
         if plan.chunks > 1:
             return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
         return f"asks for layers={plan.layers} without a pipeline (pp=1)" if plan.layers else None
+    if plan.transport == "copy":
+        return "asks for transport=copy with a pipeline, whose stages give back the memory that peers would read"
     form = FORMS.get(plan.schedule)
     if form is not None and form.chunks is not None and plan.chunks not in (1, form.chunks):
         return f"asks for chunks={plan.chunks}, found schedule={plan.schedule}, which has {form.chunks} stages a rank"
@@ -239,6 +241,8 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
     for dp, tp, pp, cp, ep in _meshes(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
+        if pp > 1 and asked.transport == "copy":
+            mesh = replace(mesh, transport="auto")
         pipelines = {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, ""), ("1f1b", 1, "")}
         fewer = min(asked.chunks, config.model_config().num_layers // pp)
         pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}

@@ -115,6 +115,7 @@ def build(world: World, cfg: Config) -> Session:
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
         overlap=cfg.plan.overlap == "on",
+        transport=cfg.plan.transport,
         materialise=initial_values(cfg, model_cfg, world.device),
         dims={name: parameter.dims for name, parameter in table.items()},
         decay={name: parameter.decay for name, parameter in table.items()},
