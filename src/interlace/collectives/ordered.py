@@ -19,6 +19,7 @@ import torch.distributed as dist
 from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle, start
 from interlace.collectives.ops import all_gather, exchange_parts
+from interlace.layout import split
 
 
 def reduce_scatter(
@@ -118,14 +119,20 @@ def all_reduce(
 ) -> Handle[torch.Tensor]:
     """The sum over ranks of `flat`, times `scale`, in place on every rank: reduce-scatter, then all-gather.
 
-    flat: 1-D, contiguous, a multiple of the group's size.  Counted as its two halves.  On a CPU the second half starts
-    at `wait`, since a collective started from another thread would break the order that all ranks share.
+    flat: 1-D, contiguous.  Counted as its two halves.  On a CPU the second half starts at `wait`, since a collective
+    started from another thread would break the order that all ranks share.
     """
     if group.process_group is None:
         return Handle.done(flat.mul_(scale) if scale != 1.0 else flat)
-    own = flat.chunk(group.size)[group.rank]
-    first = reduce_scatter(flat, group, out=own, wire=wire, scale=scale, name=name)
-    return then(first, group, lambda: all_gather(own, group, out=flat, name=name))
+    sizes = balanced(flat.numel(), group.size)
+    own = flat.split(sizes)[group.rank]
+    first = reduce_scatter(flat, group, sizes=sizes, out=own, wire=wire, scale=scale, name=name)
+    return then(first, group, lambda: all_gather(own, group, sizes=sizes, out=flat, name=name))
+
+
+def balanced(count: int, ways: int) -> list[int]:
+    """Sizes of the slices of `count` things, the first ones one larger: `layout.split`."""
+    return [stop - start for start, stop in (split(count, ways, index) for index in range(ways))]
 
 
 def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:
@@ -134,6 +141,11 @@ def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[
         return Handle(lambda: (first.wait(), follow().wait())[1])
     with torch.cuda.stream(group.stream):  # both are ordered on the side stream itself
         second = follow()
+    return both(first, second)
+
+
+def both(first: Handle[torch.Tensor], second: Handle[torch.Tensor]) -> Handle[torch.Tensor]:
+    """Two transfers as one, whose result is the second's."""
     return Handle(lambda: (first.wait(), second.wait())[1])
 
 
