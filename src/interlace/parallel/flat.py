@@ -98,7 +98,7 @@ class Placement:
     """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`.
 
     A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.  Where the tensor axis cuts
-    another dimension than the first, elements count slice by slice: `dim` is cut at `bounds` (`parallel.part`).
+    another dimension than the first, elements count slice by slice: `cut` is that dimension and where slices begin.
     """
 
     name: str
@@ -109,8 +109,7 @@ class Placement:
     leaf_stop: int
     start: int
     stop: int
-    dim: int = 0
-    bounds: tuple[int, ...] = ()
+    cut: tuple[int, tuple[int, ...]] = (0, ())
 
 
 @dataclass(frozen=True)
@@ -254,8 +253,9 @@ class Flat:
                 continue
             part = member.part
             shape, before = (member.shape, 0) if part is None else (part.shape, part.begin)
-            sliced = part is not None and part.slicing.dim > 0
-            cut = (part.slicing.dim, part.slicing.bounds) if part is not None and sliced else (0, ())
+            cut: tuple[int, tuple[int, ...]] = (0, ())
+            if part is not None and part.slicing.dim > 0:
+                cut = part.slicing.dim, part.slicing.bounds
             for leaf, leaf_start in zip(self.leaves, self._leaf_starts, strict=True):
                 start = max(begin, member.offset, leaf_start)
                 stop = min(end, member.offset + member.numel, leaf_start + leaf.numel())
@@ -269,7 +269,7 @@ class Flat:
                         max(stop, start) - leaf_start,
                         before + start - member.offset,
                         before + max(stop, start) - member.offset,
-                        *cut,
+                        cut,
                     )
 
     # -- parameters --------------------------------------------------------------------------------------------------
