@@ -36,6 +36,7 @@ class Role(StrEnum):
     ROUTER = "router"  # whole on every rank
     EXPERT = "expert"  # stacked experts: first dimension over ep, F over tp
     REPLICATED = "replicated"  # whole on every rank, for roles given to a user's own module
+    SPLIT = "split"  # of a user's module: all inside works on split heads or features, whole parameters see a part
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, broadcast, sum_scalars
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, assign_slots, leave_meta
 from interlace.parallel.part import Part
@@ -42,6 +42,7 @@ from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
+APART = 0.1  # of the largest of a unit: gradients of the same numbers differ by rounding alone
 
 
 class DataParallel(nn.Module):
@@ -106,6 +107,7 @@ class DataParallel(nn.Module):
         self.ahead = ahead if overlap else 0
         self.sync = True
         self.tensor = tensor if tensor is not None and tensor.size > 1 else None
+        self._compared = self.tensor is None
         self._scale = 1.0 / group.size if gradients == "mean" else 1.0
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
@@ -549,7 +551,7 @@ class DataParallel(nn.Module):
 
     def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
         if self._round is None:
-            return flat.pay(flat.reduce(self._scale, self._wire))
+            return flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared)
         assert self.tensor is None, "sums in a fixed order are over the data axis alone"
         return flat.reduce_round(self._round)
 
@@ -578,3 +580,17 @@ class DataParallel(nn.Module):
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
+        if self.sync and not self._compared:
+            self._refuse_apart()
+
+    def _refuse_apart(self) -> None:
+        """After the first reduction: whole parameters whose gradients differ over the tensor axis, if not owed."""
+        self._compared = True
+        for flat in self._trainable:
+            apart, flat.apart = flat.apart, []
+            for name, difference in apart:
+                if (share := difference.item()) > APART:
+                    raise NumericsError(
+                        f"the gradient of {name} is not the same on all ranks of tp ({100 * share:.0f} % apart), so what "
+                        "it works on must be split; give the module around it the role SPLIT."
+                    )

@@ -27,6 +27,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -158,6 +159,7 @@ class Flat:
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
+    apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _in_rounds: bool = False
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
@@ -428,32 +430,45 @@ class Flat:
             return inside
         return then(inside, self.inner, lambda: all_reduce(reduced, outer, wire=wire, name=name))
 
-    def pay(self, reduced: Handle[torch.Tensor]) -> Handle[torch.Tensor]:
+    def pay(self, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
         """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
 
-        Ranges of the run are the same on all those ranks, and so is the order in which they come here.
+        Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
+        in `apart` how far those lie apart that should be alike.
         """
         held, first = self._reduced(), self.held[0]
-        for group, scale, begin, end in self._owed():
-            place = held[max(begin - first, 0) : max(end - first, 0)]
+        for members, part in self._owed():
+            start = max(members[0].offset - first, 0)
+            place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
             if not place.numel():
                 continue
-            name = f"pay {self.name}"
+            paid = functools.partial(self._paid, place, part, [*members, start + first] if compare else [])
             if self.group.size == 1:
-                reduced = both(reduced, all_reduce(place, group, scale=scale, name=name))
+                reduced = both(reduced, paid())
             else:
-                paid = functools.partial(all_reduce, place, group, scale=scale, name=name)
                 reduced = then(reduced, self.inner, paid)
         return reduced
 
-    def _owed(self) -> Iterator[tuple[Group, float, int, int]]:
-        """Ranges of the run that are owed over a group, and times what; neighbours of one kind together."""
+    def _paid(self, place: torch.Tensor, part: Part, compared: list[Any]) -> Handle[torch.Tensor]:
+        assert part.owed is not None
+        if part.alike and compared:
+            *members, start = compared
+            everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait().view(part.owed.size, -1)
+            apart = (everyone - everyone[0]).abs().amax(dim=0) / everyone.abs().amax().clamp(min=1e-30)
+            for m in members:
+                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(apart))
+                if low < high:
+                    self.apart.append((m.name, apart[low:high].amax()))
+        scale = 1.0 / part.owed.size if part.alike else 1.0
+        return all_reduce(place, part.owed, scale=scale, name=f"pay {self.name}")
+
+    def _owed(self) -> Iterator[tuple[list[Member], Part]]:
+        """Neighbours in the run that are owed over the tensor axis in one way."""
         for _, run in itertools.groupby(self.members, lambda m: (m.kind, m.decay)):
             members = list(run)
             part = members[0].part
             if part is not None and part.owed is not None:
-                scale = 1.0 / part.owed.size if part.alike else 1.0
-                yield part.owed, scale, members[0].offset, members[-1].offset + members[-1].room
+                yield members, part
 
     def counted(self) -> Iterator[torch.Tensor]:
         """The gradients of the held elements that no rank of the tensor axis before this one holds too."""
