@@ -1,6 +1,6 @@
 """Latent attention (DeepSeek-V2), whose heads share one rotary key, split over two processes; also runs alone.
 
-    torchrun --nproc-per-node 2 examples/tensor_latent.py
+torchrun --nproc-per-node 2 examples/tensor_latent.py
 """
 
 import torch

@@ -434,7 +434,7 @@ class Flat:
         """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
 
         Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
-        in `apart` how far those lie apart that should be alike.
+        in `apart` how far those lie apart that should be alike, in units of the largest of a parameter.
         """
         held, first = self._reduced(), self.held[0]
         for members, part in self._owed():
@@ -454,11 +454,13 @@ class Flat:
         if part.alike and compared:
             *members, start = compared
             everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait().view(part.owed.size, -1)
-            apart = (everyone - everyone[0]).abs().amax(dim=0) / everyone.abs().amax().clamp(min=1e-30)
+            size = everyone.abs().amax(dim=0)
+            least = size.amax() * torch.finfo(self.compute_dtype).eps ** 0.5  # below it all may be rounding
             for m in members:
-                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(apart))
+                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(size))
                 if low < high:
-                    self.apart.append((m.name, apart[low:high].amax()))
+                    apart = (everyone[:, low:high] - everyone[0, low:high]).abs().amax()
+                    self.apart.append((m.name, apart / torch.maximum(size[low:high].amax(), least).clamp(min=1e-30)))
         scale = 1.0 / part.owed.size if part.alike else 1.0
         return all_reduce(place, part.owed, scale=scale, name=f"pay {self.name}")
 

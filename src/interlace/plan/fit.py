@@ -7,6 +7,7 @@ the nearest plan that works.  The same rules that refuse a plan filter the searc
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -71,6 +72,39 @@ def nearest_plans(
             found.append(plan)
             if len(found) == count:
                 break
+    return tuple(found)
+
+
+def random_plans(
+    config: Config, count: int, seed: int, most: int = 8, available_axes: Sequence[str] = ("dp",)
+) -> tuple[ParallelPlan, ...]:
+    """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
+
+    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches, overlap
+    and sequence; the rest is as in `config.plan`.
+    """
+    cfg, draw = config.model_config(), random.Random(seed)
+    worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
+    found: dict[ParallelPlan, None] = {}
+    for _ in range(200 * count):
+        dp, tp, pp, cp, ep = draw.choice(worlds)
+        zero = draw.randrange(4)
+        shards = [0, *(n for n in range(2, dp) if dp % n == 0 and zero and "shard" in available_axes)]
+        plan = replace(
+            config.plan,
+            dp=dp, tp=tp, pp=pp, cp=cp, ep=ep,
+            zero=zero,
+            shard=draw.choice(shards),
+            recompute=draw.choice(RECOMPUTE),
+            micro_batches=draw.choice((1, 1, 2, 3)),
+            micro_batch_size=0,
+            overlap=draw.choice(("on", "off")),
+            sequence=draw.choice(("on", "off")) if tp > 1 else "on",
+        )  # fmt: skip
+        if _reason(config, cfg, plan, plan.world, available_axes) is None:
+            found.setdefault(plan)
+        if len(found) == count:
+            break
     return tuple(found)
 
 
