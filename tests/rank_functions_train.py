@@ -79,7 +79,8 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
         norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
-        norms.scale(model.leaves(), norm, norm.item() / 2)
+        gradients = [leaf.grad for leaf in model.leaves() if leaf.grad is not None]
+        norms.scale(gradients, norms.factor(norm, norm.item() / 2))
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
     return found
 
@@ -102,7 +103,8 @@ def sent_by_axis(world: World, configs: list[str]) -> list[dict[str, int]]:
         session = sessions.build(world, loads(config))
         for _ in range(2):
             session.meter.reset_counts()
-            step.train_step(session.model, session.optimizer, session.batches(), session.groups.host)
+            batches, leaves = session.batches(), session.leaves
+            step.train_step(session.model, session.optimizer, batches, session.groups.host, leaves=leaves)
         sent: dict[str, int] = {}
         for (_, axis), nbytes in session.meter.sent.items():
             sent[axis] = sent.get(axis, 0) + nbytes
@@ -165,10 +167,7 @@ def left_out(rank: int) -> Any:
 def own_buffers(rank: int) -> Any:
     """(c) zero=3 keeps every unit, each in a buffer of its own."""
 
-    def assign_slots(flats: Any, positions: Any, distance: int, share: bool) -> Any:
-        return flat.assign_slots(flats, positions, distance, share=False)
-
-    return mock.patch.object(data, "assign_slots", assign_slots)
+    return mock.patch.object(data, "choose_slots", lambda flats, places, distance: flat.choose_slots(flats, places, 0))
 
 
 @contextlib.contextmanager
@@ -197,7 +196,7 @@ def mean_of_means(rank: int) -> Any:
 
 def stale_weights(rank: int) -> Any:
     """(e) Weights are not gathered again after an update."""
-    return mock.patch.object(data.DataParallel, "_drop_stale")
+    return mock.patch.object(flat.Flat, "forget")
 
 
 def drifting_replica(rank: int) -> Any:
@@ -216,7 +215,7 @@ def rotated(rank: int) -> Any:
     plain = ordered.add_in_order
 
     def add_in_order(parts: Any, accumulator: torch.Tensor, first: bool) -> torch.Tensor:
-        return plain([*parts[1:], parts[0]], accumulator, first)
+        return plain(parts.roll(-1, 0), accumulator, first)
 
     return mock.patch.object(ordered, "add_in_order", add_in_order)
 

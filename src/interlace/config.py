@@ -76,6 +76,7 @@ class ParallelPlan(Section):
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
     overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+    transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
 
     def __post_init__(self) -> None:

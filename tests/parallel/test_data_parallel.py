@@ -50,6 +50,11 @@ def test_gradients_travel_in_bf16_only_when_asked(run_ranks: Run) -> None:
         assert plain_2 == 4 * narrow_2 == plain
 
 
+def test_bf16_gradients_of_one_pass_travel_as_they_are_and_add_up_in_fp32(run_ranks: Run) -> None:
+    for found in run_ranks(f"{RANKS}:narrow_wire", 4):
+        assert all(two == again == 2 * one > 0 for two, one, again in found)
+
+
 def test_the_norm_counts_each_parameter_once(run_ranks: Run) -> None:
     stages = run_ranks(f"{RANKS}:norms", 3)
     assert stages[0] == stages[1] == stages[2]

@@ -14,6 +14,7 @@ import runs
 from interlace.cli import app
 from interlace.config import Config
 from interlace.plan.share import runs as share_runs
+from interlace.plan.share import share
 from interlace.train import verify
 from interlace.train.verify import Account, Difference, Report, judge, lines
 
@@ -84,7 +85,8 @@ def test_every_zero_stage_equals_one_process(dp: int, run_ranks: Callable[..., A
 
 def test_hybrid_sharding_equals_one_process(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Shards over 2 neighbours, repeated over 2 such groups; and the same of 2 and 3, and of 3 and 2, in 6 ranks."""
-    plans = ["dp=4 shard=2 zero=1", "dp=4 shard=2 zero=2 micro_batches=2", "dp=4 shard=2 zero=3 overlap=off"]
+    plans = ["dp=4 shard=2 zero=1", "dp=4 shard=2 zero=2 micro_batches=2"]
+    plans += ["dp=4 shard=2 zero=3 overlap=off transport=copy"]
     jobs = [(runs.config(tmp_path, plan), "none") for plan in plans]
     fixed = ["run.reproducible=plan", "train.global_batch=7", "model.tie_embeddings=true"]
     jobs += [(runs.config(tmp_path, f"dp=4 shard=2 zero={zero}", fixed), "none") for zero in (1, 2, 3)]
@@ -112,6 +114,20 @@ def test_only_a_shard_crosses_between_the_groups(run_ranks: Callable[..., Any], 
                 once = 2 * whole // inner * (inner - 1)
                 assert sent["shard"] > once if cfg.plan.zero == 3 else sent["shard"] == once
                 assert sent["dp"] == 16 * (dp - 1)  # loss and norm
+
+
+def test_bytes_sent_in_bf16(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Gradients travel in bf16 when a step has one pass or a fixed order, in fp32 when several add up before."""
+    words = ("", "micro_batches=2"), ("run.reproducible=none", "run.reproducible=plan")
+    cfgs = [
+        runs.config(tmp_path, f"dp=2 zero={zero} {passes}", ["train.precision=bf16", "model.dropout=0", order])
+        for zero in range(4) for passes in words[0] for order in words[1]
+    ]  # fmt: skip
+    found = run_ranks(f"{FUNCTIONS}:sent_by_axis", 2, {"configs": [cfg.to_toml() for cfg in cfgs]})
+    for rank, sent in enumerate(found):
+        for cfg, by_axis in zip(cfgs, sent, strict=True):
+            expected = share(cfg, rank, cfg.train.global_batch).sent
+            assert sum(by_axis.values()) == sum(expected.values()), f"{cfg.plan} {cfg.run.reproducible}"
 
 
 def test_every_zero_stage_of_one_rank(tmp_path: Path) -> None:

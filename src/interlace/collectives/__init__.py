@@ -4,6 +4,7 @@ from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
 from interlace.collectives.ordered import add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
+from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
     "Group",
@@ -11,6 +12,7 @@ __all__ = [
     "Handle",
     "Meter",
     "Record",
+    "Window",
     "add_parts",
     "all_gather",
     "all_reduce",
@@ -19,7 +21,9 @@ __all__ = [
     "both",
     "broadcast",
     "make_groups",
+    "make_windows",
     "neighbours",
+    "reach",
     "reduce_scatter",
     "sum_scalars",
     "then",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from interlace.collectives.handle import Meter
+from interlace.collectives.handle import FOLDED, Meter
 from interlace.mesh import Mesh
 
 
@@ -108,9 +108,6 @@ def neighbours(groups: Groups, axis: str, count: int, timeout: float) -> Group:
                 mine = Group(axis, members, members.index(groups.rank), whole.device, whole.meter, made, whole.stream)
     assert mine is not None
     return mine
-
-
-FOLDED = {"shard": "dp", "replica": "dp"}
 
 
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from interlace.events import Event
 
 T = TypeVar("T")
+
+FOLDED = {"shard": "dp", "replica": "dp"}  # parts of an axis, on its stream
 
 # A moment: seconds on this host's monotonic clock, or a CUDA event that will say when the stream came past.
 Moment = float | torch.cuda.Event
@@ -82,23 +83,57 @@ class Record:
     transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
 
     def waited(self) -> dict[str, float]:
-        """Seconds that this rank's compute stood still for a transfer, by axis."""
+        """Seconds that this rank's compute stood still for a transfer, by axis.
+
+        Of a wait, the part during which bytes of its axis were on their way.  The rest is this rank's own work on the
+        side stream (an update before a gather, the sum after an exchange) and would be there without any transfer.
+        """
         seconds: dict[str, float] = {}
-        for axis, _, begin, end in self.stalls:
-            seconds[axis] = seconds.get(axis, 0.0) + between(begin, end)
+        for axis, name, begin, end in self._waits(self._origin):
+            if name:
+                seconds[axis] = seconds.get(axis, 0.0) + end - begin
         return seconds
 
     def events(self, rank: int, origin: Moment, at: float) -> list[Event]:
         """The same as events; `at` is the time of `origin` in seconds."""
         waits = [
-            Event(rank, "compute", "wait", name, at + between(origin, begin), at + between(origin, end))
-            for _, name, begin, end in self.stalls
+            Event(rank, "compute", "wait" if name else "compute", name or "beside transfers", at + begin, at + end)
+            for _, name, begin, end in self._waits(origin)
         ]
         moves = [
             Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
             for axis, name, begin, end, nbytes in self.transfers
         ]
         return waits + moves
+
+    @property
+    def _origin(self) -> Moment:
+        return next((begin for *_, begin, _ in self.stalls), 0.0)
+
+    def _waits(self, origin: Moment) -> Iterator[tuple[str, str, float, float]]:
+        """Every wait in pieces, (axis, name, begin, end) in seconds from `origin`; own work has no name."""
+        moving: dict[str, list[tuple[float, float]]] = {}
+        for axis, _, begin, end, _ in self.transfers:
+            moving.setdefault(FOLDED.get(axis, axis), []).append((between(origin, begin), between(origin, end)))
+        for spans in moving.values():
+            spans.sort()
+        for axis, name, stood, moved in self.stalls:
+            at, until = between(origin, stood), between(origin, moved)
+            for begin, end in moving.get(FOLDED.get(axis, axis), []):
+                begin, end = max(begin, at), min(end, until)
+                if begin < end:
+                    if at < begin:
+                        yield axis, "", at, begin
+                    yield axis, name, begin, end
+                    at = end
+            if at < until:
+                yield axis, "", at, until
+
+
+class Work(Protocol):
+    """What a library or a window is still doing."""
+
+    def wait(self) -> object: ...
 
 
 class Handle(Generic[T]):
@@ -126,7 +161,7 @@ def start(
     nbytes: int,
     stream: torch.cuda.Stream | None,
     prepare: Callable[[], None] | None,
-    launch: Callable[[], list[dist.Work]],
+    launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
@@ -162,6 +197,9 @@ def start(
         result = finish()
         ready = _mark(stream)
     meter.transferred(axis, name, began, ended, nbytes)
+    if stream == torch.cuda.current_stream(stream.device):  # nothing else runs meanwhile
+        meter.stalled(axis, name, began, ended)
+        return Handle.done(result)
     keep = (launch, finish)
 
     def wait_on_stream() -> T:

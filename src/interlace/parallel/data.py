@@ -24,18 +24,19 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, broadcast, sum_scalars
+from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
 from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, assign_slots, leave_meta
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, choose_slots, leave_meta
 from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes, tensors_of
@@ -63,6 +64,8 @@ class DataParallel(nn.Module):
         wire_dtype: dtype in which gradients travel; None = that of the main gradients.
         ahead: units gathered ahead of the one that computes.
         overlap: False runs every transfer by itself, for comparison: nothing is gathered ahead, nothing waits later.
+        transport: "library" (NCCL, gloo), "copy" (`collectives.window`: ranks of one host read each other's memory, on
+            GPUs by copy engines), or "auto": "copy" on GPUs that reach each other.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
         parts, tensor: of a module that the tensor axis has split: every parameter's part, and that axis's ranks.
 
@@ -85,6 +88,7 @@ class DataParallel(nn.Module):
         wire_dtype: torch.dtype | None = None,
         ahead: int = 1,
         overlap: bool = True,
+        transport: str = "auto",
         materialise: Materialise | None = None,
         dims: dict[str, str] | None = None,
         decay: dict[str, bool] | None = None,
@@ -112,6 +116,7 @@ class DataParallel(nn.Module):
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
         self._stale = False
+        self._adding = False  # gradients of earlier passes wait for this one
         self._next_gather = 0
         self._next_item = 0
         self._round: Round | None = None
@@ -127,6 +132,7 @@ class DataParallel(nn.Module):
         if materialise is not None:
             leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots(distance=ahead + 1)
+        self._make_windows(transport)
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
@@ -184,8 +190,24 @@ class DataParallel(nn.Module):
         finally:
             self._round = None
 
+    def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Runs `update(leaves)` for one flat run after another, each before its weights are gathered next.
+
+        So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
+        the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
+        `state_dict`, ...) finds them updated.
+        """
+        for flat in self._trainable:
+            flat.postpone(functools.partial(update, flat.leaves))
+
+    def settle(self) -> None:
+        """Runs the updates that were postponed and did not run yet."""
+        for flat in self._trainable:
+            flat.update()
+
     def refresh(self) -> None:
         """Takes the parameters from the main weights again, after these were changed by hand.  Collective."""
+        self.settle()
         for flat in self.flats:
             flat.forget()
             if self.zero < 3:
@@ -217,6 +239,7 @@ class DataParallel(nn.Module):
 
     def leaves(self) -> list[nn.Parameter]:
         """The flat main weights that this rank holds, in a fixed order; `.decay` says whether weight decay applies."""
+        self.settle()
         return [leaf for flat in self.flats for leaf in flat.leaves]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -236,11 +259,13 @@ class DataParallel(nn.Module):
 
     def placements(self, *, owned: bool) -> Iterator[Placement]:
         """Where every parameter's elements lie in the leaves (trainable) on this rank."""
+        self.settle()
         for flat in self.flats:
             yield from flat.placements(owned)
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full, from the main weights, unit by unit.  Collective; use each before the next."""
+        self.settle()
         for flat in self.flats:
             yield from flat.whole(flat.main)
 
@@ -278,15 +303,17 @@ class DataParallel(nn.Module):
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
         norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
-        norms.scale(self.leaves(), norm, max_norm)
+        norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
 
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
+        self.settle()
         return digest(self.flats, everywhere or (self.group.rank == 0 and self.stands_first))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        self.settle()
         destination = {} if destination is None else destination
         for name, value in whole_state(self.module, self.flats).items():
             destination[prefix + name] = value
@@ -298,6 +325,7 @@ class DataParallel(nn.Module):
         Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
         another shape.
         """
+        self.settle()
         found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
@@ -354,10 +382,44 @@ class DataParallel(nn.Module):
             tensor.copy_(broadcast(tensor.contiguous(), self.group, name="initial values").wait())
 
     def _make_slots(self, distance: int) -> list[Slot]:
-        flats = [flat for unit in self.units for flat in unit.flats]
-        positions = [unit.position for unit in self.units for _ in unit.flats]
-        shared = assign_slots(flats, positions, distance, share=self.zero == 3)
-        return shared + assign_slots(self.root.flats, [0] * len(self.root.flats), 1, share=False)
+        """Gives each run that needs one a buffer to be gathered into: shared ones under zero=3, the root's its own."""
+        inner = [(flat, unit.position) for unit in self.units for flat in unit.flats if flat.casts]
+        root = [(flat, 0) for flat in self.root.flats if flat.casts]
+        found: list[Slot] = []
+        for pairs, shared in ((inner, self.zero == 3), (root, False)):
+            flats, positions = [flat for flat, _ in pairs], [position for _, position in pairs]
+            distance = distance if shared and flats and flats[0].sharded else 0
+            for flat, slot in zip(flats, choose_slots(flats, positions, distance), strict=True):
+                flat.slot = slot
+                found += [] if slot in found else [slot]
+        return found
+
+    def _make_windows(self, transport: str) -> None:
+        """Puts what peers read into memory that they reach: gathered copies, and gradients that travel as they arose.
+
+        As many units' gradients as are on their way, and the one being written, have a place.
+        """
+        if transport not in ("auto", "library", "copy"):
+            raise ConfigError(f'transport="{transport}" is none of "auto", "library" and "copy".')
+        if transport == "library" or not self.sharded or (transport == "auto" and self.inner.device.type != "cuda"):
+            return
+        if not reach(self.inner):
+            if transport == "copy":
+                raise ConfigError(
+                    f'transport="copy" needs ranks of one host that reach each other\'s memory, and those along '
+                    f'{self.inner.axis} do not; use transport="auto".'
+                )
+            return
+        place = {id(flat): unit.position for unit in [*self.units, self.root] for flat in unit.flats}
+        leaving = [flat for flat in self._trainable if flat.sharded and flat.compute_dtype != flat.main_dtype]
+        outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
+        for flat, slot in zip(leaving, outboxes, strict=True):
+            flat.outbox = slot
+        arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
+        for found in (arriving, outboxes):
+            slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
+            for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                slot.window = window
 
     def _register_hooks(self) -> None:
         for unit in self.units:
@@ -384,6 +446,7 @@ class DataParallel(nn.Module):
                     handle.wait()
             for flat in self._trainable:
                 flat.drop()
+            self._adding = False
             self._rest()
         self._drop_stale()
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
@@ -477,7 +540,7 @@ class DataParallel(nn.Module):
             flat.gather()
             flat.show()
         for flat in self._trainable:
-            flat.begin()
+            flat.begin(alone=self.sync and not self._adding)
         for unit in [*self.units, self.root]:
             unit.reduced = False
             unit.waiting_for = {
@@ -577,6 +640,7 @@ class DataParallel(nn.Module):
             while self._reductions:
                 self._deliver()
             self._stale = self._stale or self.sync
+            self._adding = not self.sync
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()

@@ -11,8 +11,12 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
     zero            0      1      2      3
     main weights    n     n/w    n/w    n/w     fp32, what the optimizer updates
     parameters      n*     n      n     two units at a time, in shared buffers
-    gradients       n      n     n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
-    * no second copy when the parameters compute in the dtype of the main weights
+    gradients       n      n**   n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
+    *  no second copy when the parameters compute in the dtype of the main weights
+    ** n/w when they compute in a narrower dtype and the reduced pass is the step's only one
+
+Gradients of such a pass travel as they arose, in bf16 say, and are added up in fp32: the sum of the same numbers as if
+each had been widened first, with half the bytes on the wire and in memory.  Several passes add up in fp32 first.
 
 Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
 
@@ -32,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, add_parts, all_gather, all_reduce, both, reduce_scatter, then
+from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, both, reduce_scatter, then
 from interlace.errors import ConfigError
 from interlace.parallel.part import Part
 from interlace.plan.zero import Cut, cut, member_layout, slots
@@ -78,7 +82,10 @@ class Member:
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer that whole units are gathered into, one after another.  `content` is the run that it holds now."""
+    """A buffer for whole runs, one after another: what they are gathered into, or what their gradients leave from.
+
+    `content` is the run that it holds now.  `window`: its memory, when the peers read it directly.
+    """
 
     numel: int
     dtype: torch.dtype
@@ -86,11 +93,19 @@ class Slot:
     buffer: torch.Tensor | None = None
     content: Flat | None = None
     arriving: Handle[torch.Tensor] | None = None
+    window: Window | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def reserve(self) -> torch.Tensor:
         if self.buffer is None:
             with torch.inference_mode(False):  # it outlives the pass that first needs it
-                self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+                if self.window is not None:
+                    self.buffer = self.window.own.view(self.dtype)
+                else:
+                    self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         return self.buffer
 
 
@@ -153,14 +168,18 @@ class Flat:
     main: torch.Tensor = field(init=False)
     leaves: list[nn.Parameter] = field(default_factory=list)
     slot: Slot | None = None
+    outbox: Slot | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
     _sum: torch.Tensor | None = None
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
+    _narrow: bool = False
+    _result: torch.Tensor | None = None
+    _due: Callable[[], None] | None = None
+    _used: list[torch.Tensor] = field(default_factory=list)
     apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    _in_rounds: bool = False
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
@@ -277,22 +296,32 @@ class Flat:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Starts making the whole run available in its slot, unless it is there already."""
+        """Starts making the whole run available in its slot, unless it is there already; first what is due for it."""
         slot = self.slot
         if slot is None or slot.content is self:
+            self.update()
             return
         if slot.arriving is not None:  # a unit that nobody used was on its way into this buffer
             slot.arriving.wait()
         whole = slot.reserve()[: self.numel]
+        if not self.sharded:
+            self.update()
+            whole.copy_(self.main)
+        else:
+            begin, end = self.held
+            due, self._due = self._due, None
+            self._used = [] if due is None else [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            slot.arriving = all_gather(
+                whole[begin:end],
+                self.inner,
+                out=whole,
+                source=self.main,
+                before=due,
+                window=slot.window,
+                name=f"gather {self.name}",
+            )
         slot.content = self
         self._version = self.main._version
-        if not self.sharded:
-            whole.copy_(self.main)
-            return
-        begin, end = self.held
-        slot.arriving = all_gather(
-            whole[begin:end], self.inner, out=whole, source=self.main, name=f"gather {self.name}"
-        )
 
     def show(self) -> None:
         """Waits for the gather and lets the parameters point at it."""
@@ -303,8 +332,25 @@ class Flat:
         if slot.arriving is not None:
             slot.arriving.wait()
             slot.arriving = None
+        if self._used:  # by an update on the side stream, which is over now
+            self._used = []
+            self.release()
         if not self._shown:
             self.point(slot.reserve())
+
+    def postpone(self, update: Callable[[], None]) -> None:
+        """Runs `update`, which changes the main weights and takes the gradients off the leaves, when the weights are
+        gathered next, on the stream of the gather."""
+        self.forget()
+        self._due = update
+
+    def update(self) -> None:
+        """Runs a postponed update now."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+            self.forget()
+            self.release()
 
     def point(self, whole: torch.Tensor) -> None:
         """Makes every parameter a view of `whole`."""
@@ -342,30 +388,35 @@ class Flat:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward pass begins.  What earlier ones left unreduced is dropped if the caller has taken it away."""
+    def begin(self, alone: bool) -> None:
+        """A backward pass begins; `alone`: its gradients are reduced without those of any other.  What earlier ones
+        left unreduced is dropped if the caller has taken it away."""
         if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
             self.drop()
         self._unreduced = False
+        self._narrow = alone and self.group.size > 1
 
     def release(self) -> None:
         """Lets gradient buffers go that hold nothing: under the activations of the next forward nobody needs them."""
         if not self._written and all(leaf.grad is None for leaf in self.leaves):
-            self.grad = self._shard_grad = self._sum = None
+            self.grad = self._shard_grad = self._sum = self._result = None
 
     def drop(self) -> None:
         """Forgets the gradients that have not been reduced."""
         self._written.clear()
         self._carried = []
+        self._leave_outbox()
 
     def accumulate(self, index: int) -> None:
-        """Adds the gradient of member `index` to the fp32 run, and takes it off the parameter."""
+        """Adds the gradient of member `index` to the run, and takes it off the parameter."""
         member = self.members[index]
         grad = member.parameter.grad
         assert grad is not None
         if not self._written:
             self._begin_gradients()
         assert self.grad is not None
+        if index in self._written and self.grad.dtype != self.main_dtype:
+            self.grad = self.grad.to(self.main_dtype)
         place = self.grad[member.offset : member.offset + member.numel].view(member.shape)
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -379,21 +430,46 @@ class Flat:
     def _begin_gradients(self) -> None:
         """Makes room; gradients that the leaves still have are added to the coming reduction's."""
         self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
-        if self.grad is None:
-            self.grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.main.device)
+        dtype = self.compute_dtype if self._narrow else self.main_dtype
+        if self._narrow and self.outbox is not None and self.outbox.content is None:
+            self.grad = self._enter_outbox()
+        elif self.grad is None or self.grad.dtype != dtype:
+            self.grad = torch.empty(self.numel, dtype=dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
         for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
             self.grad[end:following].zero_()
 
-    def _reduced(self) -> torch.Tensor:
-        """Where the reduced gradient of the held elements lies."""
-        if not self.sharded:
-            assert self.grad is not None
-            return self.grad
-        if self._in_rounds and self.outer is None:
-            return self._accumulator()
-        if self.zero == 1:
-            assert self.grad is not None
+    def _enter_outbox(self) -> torch.Tensor:
+        """The run's place in the memory that its peers read."""
+        assert self.outbox is not None and self.outbox.window is not None and self.outbox.content is None
+        self.outbox.window.claim()
+        self.outbox.content = self
+        return self.outbox.reserve()[: self.numel]
+
+    def _leave_outbox(self) -> None:
+        if self.outbox is not None and self.outbox.content is self:
+            self.outbox.content = self.grad = None
+
+    def _leaving(self) -> tuple[torch.Tensor, Window | None]:
+        """The complete run in the dtype in which it travels, the same on every rank, and the window in which it lies.
+
+        Two things may have kept it from being written there: a gradient that came in parts, which add up in fp32, and
+        a unit before it whose gradients came late.
+        """
+        grad = self._complete()
+        if self._narrow and grad.dtype != self.compute_dtype:
+            grad = self.grad = grad.to(self.compute_dtype)
+        if not self._narrow or self.outbox is None:
+            return grad, None
+        if self.outbox.content is not self:
+            grad = self.grad = self._enter_outbox().copy_(grad)
+        elif grad.data_ptr() != self.outbox.reserve().data_ptr():
+            grad = self.grad = self.outbox.reserve()[: self.numel].copy_(grad)
+        return grad, self.outbox.window
+
+    def _place_for_sum(self) -> torch.Tensor:
+        """Where the reduced gradient of the held elements goes: into the run itself where all of it stays."""
+        if self.zero < 2 and self.grad is not None and self.grad.dtype == self.main_dtype:
             return self.grad[self.held[0] : self.held[1]]
         if self._shard_grad is None:
             self._shard_grad = torch.empty_like(self.main)
@@ -419,16 +495,15 @@ class Flat:
 
     def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
         """Starts the sum over ranks."""
-        grad, name = self._complete(), f"reduce {self.name}"
-        self._in_rounds = False
-        wire = wire if self.main_dtype.is_floating_point else None
+        (grad, window), name, outer = self._leaving(), f"reduce {self.name}", self.outer
+        result = self._result = self._place_for_sum()
+        wire = wire if self.main_dtype.is_floating_point and grad.dtype == self.main_dtype else None
         if not self.sharded:
-            return all_reduce(grad, self.group, wire=wire, scale=scale, name=name)
-        reduced, outer = self._reduced(), self.outer
-        inside = reduce_scatter(grad, self.inner, out=reduced, wire=wire, scale=scale, name=name)
+            return all_reduce(grad, self.group, out=result, wire=wire, scale=scale, name=name)
+        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, window=window, name=name)
         if outer is None:
             return inside
-        return then(inside, self.inner, lambda: all_reduce(reduced, outer, wire=wire, name=name))
+        return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
 
     def pay(self, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
         """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
@@ -436,7 +511,8 @@ class Flat:
         Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
         in `apart` how far those lie apart that should be alike, in units of the largest of a parameter.
         """
-        held, first = self._reduced(), self.held[0]
+        held, first = self._result, self.held[0]
+        assert held is not None
         for members, part in self._owed():
             start = max(members[0].offset - first, 0)
             place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
@@ -488,26 +564,27 @@ class Flat:
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
         that hold an element have it."""
-        grad, name, accumulator = self._complete(), f"reduce {self.name}", self._accumulator()
-        self._in_rounds = True
-        sent = grad
+        (sent, window), name, accumulator = self._leaving(), f"reduce {self.name}", self._accumulator()
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
-            sent = grad.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1)
-        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, name=name)
+            sent, window = sent.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1), None
+        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, window=window, name=name)
         holders = self.outer if self.sharded else self.group
         if not round.last or holders is None:
+            self._result = accumulator
             return added
-        held = self._reduced()
+        held = self._result = self._place_for_sum()
         return then(added, self.group, lambda: all_gather(accumulator, holders, out=held, name=name))
 
     def deliver(self, last: bool = True) -> None:
-        """After a reduction: lets the whole run go where only a shard stays; after the last one of a step, hands the
+        """After a reduction: lets the whole run go where it is not the result; after the last one of a step, hands the
         gradient to the leaves."""
-        if self.sharded and self.zero >= 2:
+        assert self._result is not None
+        self._leave_outbox()
+        if self.grad is not None and self._result.untyped_storage() is not self.grad.untyped_storage():
             self.grad = None
         if not last:
             return
-        self._hand_out(self._reduced())
+        self._hand_out(self._result)
         for leaf, carried in zip(self.leaves, self._carried, strict=True):
             if carried is not None:
                 assert leaf.grad is not None
@@ -543,7 +620,8 @@ class Flat:
     def own_gradient(self) -> torch.Tensor:
         """The reduced gradient of the elements that this rank owns: 1-D, whole chunks, zero between parameters."""
         (begin, end), start = self.own, self.held[0]
-        return self._reduced()[begin - start : end - start]
+        assert self._result is not None
+        return self._result[begin - start : end - start]
 
     @property
     def chunks(self) -> int:
@@ -562,21 +640,17 @@ def slice_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:
-    """Gives each run that needs one a buffer: its own, or with `share` one of `plan.zero.slots`."""
-    casting = [(flat, position) for flat, position in zip(flats, positions, strict=True) if flat.casts]
-    totals = [flat.numel for flat, _ in casting]
-    chosen: Sequence[int] = range(len(casting))
-    if share and casting and casting[0][0].sharded:
-        chosen = slots(totals, [position for _, position in casting], distance)
-    made = {}
-    for (flat, _), number in zip(casting, chosen, strict=True):
-        key = (number, flat.compute_dtype)
-        if key not in made:
-            made[key] = Slot(0, flat.compute_dtype, flat.main.device)
-        flat.slot = made[key]
-        flat.slot.numel = max(flat.slot.numel, flat.numel)
-    return list(made.values())
+def choose_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int) -> list[Slot]:
+    """A buffer for each run, in the dtype in which it computes, some shared as `plan.zero.slots` says (0 = none)."""
+    totals = [flat.numel for flat in flats]
+    chosen = slots(totals, positions, distance) if distance else range(len(flats))
+    made: dict[tuple[int, torch.dtype], Slot] = {}
+    found = []
+    for flat, number in zip(flats, chosen, strict=True):
+        slot = made.setdefault((number, flat.compute_dtype), Slot(0, flat.compute_dtype, flat.main.device))
+        slot.numel = max(slot.numel, flat.numel)
+        found.append(slot)
+    return found
 
 
 def leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from interlace.parallel.flat import Flat
 
@@ -72,9 +71,12 @@ def add_chunks(flats: Sequence[Flat], everyone: torch.Tensor) -> torch.Tensor:
     return tree_sum(torch.cat([part.reshape(-1)[: flat.chunks] for flat, part in parts]))
 
 
-def scale(leaves: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Multiplies all gradients by min(1, limit / norm); `norm` stays on the device, nothing waits for it."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    for dtype in {grad.dtype for grad in grads}:
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+def factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """min(1, limit / norm), on the device: nothing waits for it."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies all gradients by `factor`, 0-d."""
+    for dtype in {grad.dtype for grad in gradients}:
+        torch._foreach_mul_([grad for grad in gradients if grad.dtype == dtype], factor.to(dtype))

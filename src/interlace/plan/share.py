@@ -87,6 +87,12 @@ def micro_batch_count(plan: ParallelPlan, batch: int, fixed: bool = False) -> in
     return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
 
 
+def travels_narrow(config: Config, batch: int) -> bool:
+    """Whether gradients travel in the dtype in which they arise, bf16: nothing is added up before."""
+    fixed = config.run.reproducible == "plan"
+    return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
+
+
 def share(config: Config, rank: int, batch: int) -> Share:
     """The part of `rank` in a step on a global batch of `batch` sequences."""
     cfg, plan = config.model_config(), config.plan
@@ -106,8 +112,11 @@ def share(config: Config, rank: int, batch: int) -> Share:
         copies = compute * whole
     fixed = config.run.reproducible == "plan"
     states = STATES[config.train.optimizer] + (config.train.optimizer == "sgd" and config.train.momentum > 0)
-    gradients = held if is_split and plan.zero >= 2 else whole
-    if fixed and plan.dp > 1 and (plan.zero < 2 or is_hybrid(plan)):
+    in_place = not is_split or (plan.zero == 1 and not travels_narrow(config, batch))  # whole runs stay, with the sum
+    if fixed and is_split and not is_hybrid(plan):
+        in_place = False
+    gradients = whole if in_place else held
+    if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
         gradients += whole // plan.dp  # what rounds add up in
     counts = computed_sequences(plan, mesh, rank, batch, fixed)
     length, place = config.data.sequence_length, mesh.index(rank, "tp")
@@ -169,7 +178,7 @@ def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
 def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...]) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen."""
     plan = config.plan
-    wire = 2 if config.train.reduce_dtype == "bf16" else FP32
+    wire = 2 if config.train.reduce_dtype == "bf16" or travels_narrow(config, batch) else FP32
     fixed = config.run.reproducible == "plan"
     count = micro_batch_count(plan, batch, fixed)
     scalars = SCALARS

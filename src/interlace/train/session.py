@@ -116,6 +116,7 @@ def build(world: World, cfg: Config) -> Session:
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
         overlap=cfg.plan.overlap == "on",
+        transport=cfg.plan.transport,
         materialise=initial_values(cfg, model_cfg, world.device),
         dims={parameter.name: parameter.dims for parameter in parameters},
         decay={parameter.name: parameter.decay for parameter in parameters},

@@ -18,6 +18,7 @@ import torch
 from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
+from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
 
 
@@ -69,7 +70,8 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clips by the global norm (0 = does not) and updates.  `loss` is what `forward_backward` returned.
 
-    Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
+    The updates run when the weights are read next: unit by unit, each before its gather, under the forward pass of the
+    next step.  Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
     """
     if leaves:
         total, squares = _fixed_totals(model, loss, leaves)
@@ -77,10 +79,9 @@ def update(
         own = loss if model.stands_first else torch.zeros_like(loss)
         total, squares = sum_scalars(torch.cat([own, model.square_sum()]), model.axes, name="loss and norm")
     norm = squares.sqrt()
-    if clip_norm > 0:
-        norms.scale(model.leaves(), norm, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
+    rates = [group["lr"] for group in optimizer.param_groups]
+    model.postpone(lambda leaves: optimizers.update(optimizer, leaves, rates, factor))
     return total, norm
 
 
