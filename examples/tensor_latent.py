@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/tensor_latent.py
 """
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ import interlace
 from interlace.launch import join, leave
 from interlace.spec import Role
 
-HEADS, NOPE, ROPE, VALUE, LATENT = 4, 8, 4, 8, 8
+D, HEADS, NOPE, ROPE, VALUE, LATENT = 32, 4, 8, 4, 8, 8
 ROLES = {  # SPLIT: every rank sees its own heads, so gradients of whole parameters inside are added up
     "attention": Role.SPLIT,
     "*.q_b": (Role.COLUMN, NOPE + ROPE),
@@ -21,7 +23,7 @@ ROLES = {  # SPLIT: every rank sees its own heads, so gradients of whole paramet
 
 
 class Attention(nn.Module):
-    def __init__(self, D: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.q_a, self.q_norm = nn.Linear(D, 16, bias=False), nn.RMSNorm(16)
         self.q_b = nn.Linear(16, HEADS * (NOPE + ROPE), bias=False)
@@ -38,21 +40,13 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, key, value, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Net(nn.Module):
-    def __init__(self, D: int) -> None:
-        super().__init__()
-        self.norm, self.attention, self.end = nn.RMSNorm(D), Attention(D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(x + self.attention(self.norm(x)))
-
-
 def main() -> None:
     world = join(timeout=60)
     torch.manual_seed(0)
-    model = interlace.parallelize(Net(32), f"tp={world.size}", ROLES)
+    net = nn.Sequential(OrderedDict(norm=nn.RMSNorm(D), attention=Attention(), end=nn.Linear(D, D)))
+    model = interlace.parallelize(net, f"tp={world.size}", ROLES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, target = torch.randn(2, 2, 7, 32, generator=torch.Generator().manual_seed(1)).to(world.device)
+    x, target = torch.randn(2, 2, 7, D, generator=torch.Generator().manual_seed(1)).to(world.device)
     for step in range(1, 6):
         loss = F.mse_loss(model(x), target)
         loss.backward()

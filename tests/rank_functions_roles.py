@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ class Biased(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
+
+
+def latent_net(latent: Any) -> nn.Module:
+    return nn.Sequential(OrderedDict(norm=nn.RMSNorm(32), attention=latent.Attention(), end=nn.Linear(32, 32)))
 
 
 def row_bias(world: World) -> None:
@@ -70,7 +75,7 @@ def own_modules(world: World) -> dict[str, str]:
     latent = importlib.import_module("tensor_latent")
     mlp = {"up": Role.COLUMN, "down": Role.ROW}
     cases: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
-        "latent": (lambda: latent.Net(32), latent.ROLES, seeded(2, 7, 32)),
+        "latent": (lambda: latent_net(latent), latent.ROLES, seeded(2, 7, 32)),
         "biased": (Biased, mlp, seeded(4, 5)),
         "shared input": (Gated, {"[ab]": Role.COLUMN, "down": Role.ROW}, seeded(3, 5)),
         "vocabulary": (Words, {"words": Role.VOCAB, "head": Role.VOCAB}, torch.arange(13).view(1, 13) * 5 % 13),
@@ -122,7 +127,7 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
         model(x.float()).square().sum().backward()
 
     without = {name: role for name, role in latent.ROLES.items() if role is not Role.SPLIT}
-    attempt("no split", lambda: one_backward(split_own(lambda: latent.Net(32), without), seeded(2, 7, 32)))
+    attempt("no split", lambda: one_backward(split_own(lambda: latent_net(latent), without), seeded(2, 7, 32)))
     attempt("kind", lambda: split_own(Words, {"norm": Role.COLUMN}))
     attempt("tied", lambda: split_own(Words, {"words": Role.VOCAB}))
     attempt("parameter", lambda: split_own(Biased, {"up.weight": Role.COLUMN}))

@@ -27,6 +27,13 @@ def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     return [loop.run(world, **job) for job in jobs]
 
 
+def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """`train_all` with blocks traced by torch.compile, forward and backward, and run as traced."""
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", traced):
+        return train_all(world, jobs)
+
+
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`verify.under_plan` for each job in turn, with its fault planted."""
     found = []
@@ -79,7 +86,7 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
         for place in model.placements(owned=False):
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
-        norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
+        norm = sum_scalars(model.square_sum(), model.axes)[0].sqrt()
         gradients = [leaf.grad for leaf in model.leaves() if leaf.grad is not None]
         norms.scale(gradients, norms.factor(norm, norm.item() / 2))
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])

@@ -176,9 +176,14 @@ def _divides_model(
     config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]
 ) -> str | None:
     if cfg.num_heads % plan.tp:
-        return f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads"
-    if cfg.num_kv_heads % plan.tp and plan.tp % cfg.num_kv_heads:
-        return f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple"
+        return (
+            f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads (tp is {_legal_tp(cfg)})"
+        )
+    if not _serves_kv_heads(cfg, plan.tp):
+        return (
+            f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple "
+            f"(tp is {_legal_tp(cfg)})"
+        )
     if plan.chunks > 1 and plan.pp == 1:
         return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
     if cfg.num_layers < plan.pp * plan.chunks:
@@ -187,6 +192,16 @@ def _divides_model(
     if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
         return f"asks for cp={plan.cp}, found {config.data.sequence_length} positions for {2 * plan.cp} slices"
     return None
+
+
+def _serves_kv_heads(cfg: ModelConfig, tp: int) -> bool:
+    return cfg.num_kv_heads % tp == 0 or tp % cfg.num_kv_heads == 0
+
+
+def _legal_tp(cfg: ModelConfig) -> str:
+    """The sizes of the tensor axis that heads allow, in words."""
+    sizes = [n for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0 and _serves_kv_heads(cfg, n)]
+    return " or ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
 
 
 def _divides_batch(
