@@ -37,6 +37,7 @@ from interlace.errors import PeerLost
 READY, DONE = 0, 1
 ALIGN = 256  # bytes, of each window in the memory that they share
 SHARED = Path("/dev/shm")
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on every host, also where host names repeat
 
 # Where a copy goes, the peer it comes from, and the first byte in the peer's window.
 Copy = tuple[torch.Tensor, int, int]
@@ -120,11 +121,8 @@ def reach(group: Group) -> bool:
     """Whether all ranks of the group can read each other's memory; the same answer on every rank.  Collective."""
     if group.process_group is None:
         return False
-    here = [
-        socket.gethostname(),
-        str(uuid.getnode()),
-        torch.cuda.current_device() if group.device.type == "cuda" else 0,
-    ]
+    device = torch.cuda.current_device() if group.device.type == "cuda" else 0
+    here = [socket.gethostname(), BOOT.read_text() if BOOT.exists() else "", device]
     everyone: list[list[object]] = [[] for _ in range(group.size)]
     dist.all_gather_object(everyone, here, group=group.process_group)
     able = all(there[:2] == here[:2] for there in everyone)

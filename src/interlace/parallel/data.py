@@ -349,6 +349,12 @@ class DataParallel(nn.Module):
             "gradients": [grad for flat in self.flats for grad in flat.gradients()],
         }
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the memory that peers read, which torch's own allocator does not count."""
+        slots = {id(slot): slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None}
+        return sum(slot.window.own.numel() for slot in slots.values() if slot.window is not None)
+
     # -- construction --------------------------------------------------------------------------------------------------
 
     def _fill_units(
