@@ -14,7 +14,8 @@ import torch
 
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
-from interlace.parallel import data, flat
+from interlace.layout import split
+from interlace.parallel import data, flat, tensor
 from interlace.parallel import norm as norms
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
@@ -24,6 +25,13 @@ from interlace.world import World
 def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """`loop.run` for each job in turn."""
     return [loop.run(world, **job) for job in jobs]
+
+
+def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """`train_all` with blocks traced by torch.compile, forward and backward, and run as traced."""
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", traced):
+        return train_all(world, jobs)
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,7 +86,7 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
         for place in model.placements(owned=False):
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
-        norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
+        norm = sum_scalars(model.square_sum(), model.axes)[0].sqrt()
         gradients = [leaf.grad for leaf in model.leaves() if leaf.grad is not None]
         norms.scale(gradients, norms.factor(norm, norm.item() / 2))
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
@@ -225,6 +233,54 @@ def replicas_apart(rank: int) -> Any:
     return mock.patch.object(flat, "then", lambda first, *rest: first)
 
 
+def unpaid(rank: int) -> Any:
+    """(i) What is owed over the tensor axis is not added up."""
+    return mock.patch.object(flat.Flat, "pay", lambda self, reduced, compare=False: reduced)
+
+
+def paid_twice(rank: int) -> Any:
+    """(j) It is added up twice."""
+    plain = flat.Flat.pay
+
+    def pay(self: flat.Flat, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
+        once = plain(self, reduced, compare)
+        once.wait()
+        return plain(self, once)
+
+    return mock.patch.object(flat.Flat, "pay", pay)
+
+
+def replicas_unpaid(rank: int) -> Any:
+    """(k) Ranks that hold the same key and value heads keep their own gradients."""
+    plain = flat.Flat._owed
+
+    def owed(self: flat.Flat) -> Any:
+        return (pair for pair in plain(self) if not any(".k." in m.name or ".v." in m.name for m in pair[0]))
+
+    return mock.patch.object(flat.Flat, "_owed", owed)
+
+
+def bias_on_every_rank(rank: int) -> Any:
+    """(l) A row product's bias is in every rank's part of the sum."""
+    plain = tensor.Row.forward
+
+    def forward(self: tensor.Row, x: torch.Tensor) -> torch.Tensor:
+        made = plain(self, x)
+        return made if self.bias is None else made + (self.axis.group.size - 1) * self.bias
+
+    return mock.patch.object(tensor.Row, "forward", forward)
+
+
+def masks_of_the_first_rows(rank: int) -> Any:
+    """(m) Every rank draws dropout masks as if its rows were the first."""
+
+    def rows(self: tensor.Axis, count: int) -> tuple[int, int]:
+        start, stop = split(count, self.group.size, self.group.rank)
+        return 0, stop - start
+
+    return mock.patch.object(tensor.Axis, "rows", rows)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -237,5 +293,10 @@ FAULTS = {
         drifting_replica,
         rotated,
         replicas_apart,
+        unpaid,
+        paid_twice,
+        replicas_unpaid,
+        bias_on_every_rank,
+        masks_of_the_first_rows,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

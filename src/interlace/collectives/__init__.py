@@ -1,9 +1,9 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
-from interlace.collectives.groups import Group, Groups, make_groups
+from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
-from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
+from interlace.collectives.ordered import add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
 from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
@@ -17,9 +17,12 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "balanced",
+    "both",
     "broadcast",
     "make_groups",
     "make_windows",
+    "neighbours",
     "reach",
     "reduce_scatter",
     "sum_scalars",
