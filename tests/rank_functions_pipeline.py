@@ -47,20 +47,26 @@ class Sleeping:
         time.sleep(self.seconds[2])
 
 
-def sleeping(world: World, jobs: list[tuple[str, int, int, tuple[float, float, float]]]) -> list[float]:
-    """Seconds of a step of each (name, micro-batches, chunks, seconds of a stage), after a warm-up."""
+def sleeping(
+    world: World, jobs: list[tuple[str, int, int, tuple[float, float, float]]]
+) -> list[tuple[float, dict[str, float]]]:
+    """Of each (name, micro-batches, chunks, seconds of a stage): the seconds of a step after a warm-up, and those that
+    each action really took, since a machine that is busy wakes sleepers late."""
     found = []
     for name, micro_batches, chunks, seconds in jobs:
         table = lower(generate(name, world.size, micro_batches, chunks))
-        meter = Meter(record=False)
+        meter = Meter()
         pipeline = Pipeline(table, world.rank, lines_of(world, table, meter), CPU, meter)
         for scale in (0.0, 1.0):
             works = {stage: Sleeping(*(scale * s for s in seconds)) for stage in table.stages_of(world.rank)}
             world.barrier("begin")
+            meter.cut()
             begin = now(CPU)
             pipeline.run(works, [(1, 2, 3)] * micro_batches, torch.float32)
             world.barrier("end")
-        found.append(between(begin, now(CPU)))
+        end = now(CPU)
+        taken = {name: between(a, b) for name, a, b in meter.cut().computations}
+        found.append((between(begin, end), taken))
     return found
 
 

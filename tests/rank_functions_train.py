@@ -14,7 +14,8 @@ import torch
 
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
-from interlace.parallel import data, flat, stages
+from interlace.layout import split
+from interlace.parallel import data, flat, stages, tensor
 from interlace.parallel import norm as norms
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
@@ -25,6 +26,13 @@ from interlace.world import World
 def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """`loop.run` for each job in turn."""
     return [loop.run(world, **job) for job in jobs]
+
+
+def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """`train_all` with blocks traced by torch.compile, forward and backward, and run as traced."""
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", traced):
+        return train_all(world, jobs)
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -226,18 +234,66 @@ def replicas_apart(rank: int) -> Any:
     return mock.patch.object(flat, "then", lambda first, *rest: first)
 
 
+def unpaid(rank: int) -> Any:
+    """(i) What is owed over the tensor axis is not added up."""
+    return mock.patch.object(flat.Flat, "pay", lambda self, reduced, compare=False: reduced)
+
+
+def paid_twice(rank: int) -> Any:
+    """(j) It is added up twice."""
+    plain = flat.Flat.pay
+
+    def pay(self: flat.Flat, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
+        once = plain(self, reduced, compare)
+        once.wait()
+        return plain(self, once)
+
+    return mock.patch.object(flat.Flat, "pay", pay)
+
+
+def replicas_unpaid(rank: int) -> Any:
+    """(k) Ranks that hold the same key and value heads keep their own gradients."""
+    plain = flat.Flat._owed
+
+    def owed(self: flat.Flat) -> Any:
+        return (pair for pair in plain(self) if not any(".k." in m.name or ".v." in m.name for m in pair[0]))
+
+    return mock.patch.object(flat.Flat, "_owed", owed)
+
+
+def bias_on_every_rank(rank: int) -> Any:
+    """(l) A row product's bias is in every rank's part of the sum."""
+    plain = tensor.Row.forward
+
+    def forward(self: tensor.Row, x: torch.Tensor) -> torch.Tensor:
+        made = plain(self, x)
+        return made if self.bias is None else made + (self.axis.group.size - 1) * self.bias
+
+    return mock.patch.object(tensor.Row, "forward", forward)
+
+
+def masks_of_the_first_rows(rank: int) -> Any:
+    """(m) Every rank draws dropout masks as if its rows were the first."""
+
+    def rows(self: tensor.Axis, count: int) -> tuple[int, int]:
+        start, stop = split(count, self.group.size, self.group.rank)
+        return 0, stop - start
+
+    return mock.patch.object(tensor.Axis, "rows", rows)
+
+
 def tie_left_out(rank: int) -> Any:
-    """(i) The two stages that share a weight do not add their gradients up."""
+    """(n) The two stages that share a weight do not add their gradients up."""
     return mock.patch.object(stages, "all_reduce", lambda tensor, *rest, **options: Handle.done(tensor))
 
 
 def never_freed(rank: int) -> Any:
-    """(j) Stages stay whole under zero=3."""
+    """(o) Stages stay whole under zero=3."""
     return mock.patch.object(stages.StagedParallel, "_free", return_value=None)
 
 
 def counted_by_every_stage(rank: int) -> Any:
-    """(k) Labels are counted once for each stage."""
+    """(p) Labels are counted once for each stage."""
     plain = staging.Staged.forward_backward
 
     def forward_backward(self: Any, batches: Any, host: Any, *rest: Any) -> Any:
@@ -260,6 +316,11 @@ FAULTS = {
         drifting_replica,
         rotated,
         replicas_apart,
+        unpaid,
+        paid_twice,
+        replicas_unpaid,
+        bias_on_every_rank,
+        masks_of_the_first_rows,
         tie_left_out,
         never_freed,
         counted_by_every_stage,

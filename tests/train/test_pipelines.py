@@ -36,6 +36,8 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
         ("dp=2 pp=2 zero=2 micro_batches=3", [*TIED, "train.global_batch=7"], "none"),
         ("dp=2 pp=2 zero=1 schedule=v-half micro_batches=2", ["model.num_layers=4", "model.mlp_bias=true"], "none"),
         ("dp=2 pp=2 zero=3 micro_batches=2", [], "never_freed"),
+        ("tp=2 pp=2 micro_batches=3", [*TIED, *MIXED], "none"),
+        ("tp=2 pp=2 sequence=off schedule=zbv micro_batches=2 recompute=full", ["model.num_layers=4"], "none"),
         ("dp=2 pp=2 zero=0", [*TIED, *MIXED, "run.reproducible=plan"], "none"),
         ("dp=2 pp=2 zero=2 schedule=zb-h1", [*TIED, "run.reproducible=plan"], "none"),
     ],

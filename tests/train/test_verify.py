@@ -142,6 +142,49 @@ def test_every_kind_of_model_and_batch(run_ranks: Callable[..., Any], tmp_path: 
         assert report.passed, f"{name}\n{explain(report)}"
 
 
+BIASES = ["model.norm=layernorm", "model.out_bias=true", "model.mlp_bias=true", "model.qkv_bias=true"]
+UNEVEN = ["model.vocab_size=265", "model.ffn_size=23", "data.sequence_length=13", "train.global_batch=3"]
+TENSOR = {
+    "tp=4": UNEVEN,  # 2 key-value heads
+    "tp=4 sequence=off": [*UNEVEN, "model.qk_norm=true", *BIASES],
+    "tp=2 dp=2 zero=3 recompute=full": ["model.dropout=0.1", "model.tie_embeddings=true", *UNEVEN],
+    "tp=2 dp=2 zero=2 micro_batches=2 recompute=selective": [*BIASES, "model.qk_norm=true"],
+    "tp=2 dp=2 zero=1 overlap=off": FEATURES["experts"],
+    "tp=2 dp=2 zero=0 sequence=off": FEATURES["experts"],
+    "tp=2 dp=2 shard=0 zero=3 sequence=off": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+def test_the_tensor_axis_equals_one_process(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    jobs = [(runs.config(tmp_path, plan, overrides), "none") for plan, overrides in TENSOR.items()]
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+    three = tmp_path / "three"
+    three.mkdir()
+    heads = ["model.num_heads=3", "model.num_kv_heads=3", "model.hidden_size=14", *UNEVEN]
+    jobs = [(runs.config(three, plan, heads), "none") for plan in ("tp=3 dp=1", "tp=3 sequence=off")]
+    for report in prove(run_ranks, jobs, three):
+        assert report.passed, explain(report)
+
+
+def test_planted_faults_of_the_tensor_axis(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Each is found by the tensor that it makes wrong."""
+    faults = {
+        ("unpaid", "tp=4"): "gradient of blocks.0.attention_norm.weight",
+        ("paid_twice", "tp=4"): "gradient of blocks.0.attention_norm.weight",
+        ("replicas_unpaid", "tp=4"): "gradient of blocks.0.attention.k.weight",
+        ("bias_on_every_rank", "dp=2 tp=2"): "loss of step 2",
+        ("masks_of_the_first_rows", "dp=2 tp=2 zero=1"): "loss of step 1",
+    }
+    more = ["model.dropout=0.1", *BIASES]
+    jobs = [(runs.config(tmp_path, plan, more), fault) for fault, plan in faults]
+    for (fault, _), report in zip(faults, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert not report.passed, fault
+        names = [difference.name for difference in report.differences if not difference.equal]
+        assert faults[fault, _] in names, (fault, names)
+
+
 def test_planted_faults(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     def job(fault: str, zero: int) -> tuple[Config, str]:
         return runs.config(tmp_path, f"dp=2 zero={zero}"), fault

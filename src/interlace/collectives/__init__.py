@@ -1,10 +1,10 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
-from interlace.collectives.groups import Group, Groups, make_groups
+from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
 from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
-from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
+from interlace.collectives.ordered import add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
 from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
@@ -20,11 +20,14 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "balanced",
+    "both",
     "broadcast",
     "gather_bytes",
     "make_groups",
     "make_lines",
     "make_windows",
+    "neighbours",
     "reach",
     "receive",
     "reduce_scatter",

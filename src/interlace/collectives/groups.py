@@ -91,6 +91,25 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     return groups
 
 
+def neighbours(groups: Groups, axis: str, count: int, timeout: float) -> Group:
+    """The `count` neighbours along `axis`, this rank among them, as a group of the same axis, stream and meter.
+
+    Collective over the whole world; `count` divides the axis.
+    """
+    whole, mine = groups[axis], None
+    assert whole.size % count == 0, (whole.size, count)
+    if count == whole.size:
+        return whole
+    for ranks in groups.mesh.groups(axis):
+        for first in range(0, len(ranks), count):
+            members = ranks[first : first + count]
+            made = dist.new_group(list(members), timeout=datetime.timedelta(seconds=timeout)) if count > 1 else None
+            if groups.rank in members:
+                mine = Group(axis, members, members.index(groups.rank), whole.device, whole.meter, made, whole.stream)
+    assert mine is not None
+    return mine
+
+
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
     """The axes of the mesh, and shard and replica where hybrid sharding splits the data axis."""
     yield from mesh.axes

@@ -20,6 +20,7 @@ from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle, Work, start
 from interlace.collectives.ops import all_gather, exchange_parts
 from interlace.collectives.window import Window
+from interlace.layout import split
 
 
 def reduce_scatter(
@@ -125,7 +126,7 @@ def all_reduce(
 ) -> Handle[torch.Tensor]:
     """The sum over ranks of `flat`, times `scale`, on every rank: reduce-scatter, then all-gather.
 
-    flat: 1-D, contiguous, a multiple of the group's size.  `out`: where the sum goes and whose dtype it is taken in;
+    flat: 1-D, contiguous.  `out`: where the sum goes and whose dtype it is taken in;
     `flat` itself when None.  Counted as its two halves.  On a CPU the second half starts at `wait`, since a collective
     started from another thread would break the order that all ranks share.
     """
@@ -134,9 +135,15 @@ def all_reduce(
         return (
             reduce_scatter(flat, group, out=out, scale=scale) if out is not flat or scale != 1.0 else Handle.done(flat)
         )
-    own = out.chunk(group.size)[group.rank]
-    first = reduce_scatter(flat, group, out=own, wire=wire, scale=scale, name=name)
-    return then(first, group, lambda: all_gather(own, group, out=out, name=name))
+    sizes = balanced(flat.numel(), group.size)
+    own = out.split(sizes)[group.rank]
+    first = reduce_scatter(flat, group, sizes=sizes, out=own, wire=wire, scale=scale, name=name)
+    return then(first, group, lambda: all_gather(own, group, sizes=sizes, out=out, name=name))
+
+
+def balanced(count: int, ways: int) -> list[int]:
+    """Sizes of the slices of `count` things, the first ones one larger: `layout.split`."""
+    return [stop - start for start, stop in (split(count, ways, index) for index in range(ways))]
 
 
 def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:
@@ -145,6 +152,11 @@ def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[
         return Handle(lambda: (first.wait(), follow().wait())[1])
     with torch.cuda.stream(group.stream):  # both are ordered on the side stream itself
         second = follow()
+    return both(first, second)
+
+
+def both(first: Handle[torch.Tensor], second: Handle[torch.Tensor]) -> Handle[torch.Tensor]:
+    """Two transfers as one, whose result is the second's."""
     return Handle(lambda: (first.wait(), second.wait())[1])
 
 

@@ -34,14 +34,16 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, choose_slots, leave_meta
+from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
+APART = 1e-3  # of the largest, or 4 units in the last place: gradients of the same numbers differ by rounding alone
 
 
 class DataParallel(nn.Module):
@@ -65,6 +67,7 @@ class DataParallel(nn.Module):
         transport: "library" (NCCL, gloo), "copy" (`collectives.window`: ranks of one host read each other's memory, on
             GPUs by copy engines), or "auto": "copy" on GPUs that reach each other.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
+        parts, tensor: of a module that the tensor axis has split: every parameter's part, and that axis's ranks.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
     optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  The module's own
@@ -89,6 +92,8 @@ class DataParallel(nn.Module):
         materialise: Materialise | None = None,
         dims: dict[str, str] | None = None,
         decay: dict[str, bool] | None = None,
+        parts: Mapping[str, Part] | None = None,
+        tensor: Group | None = None,
     ) -> None:
         super().__init__()
         if zero not in (0, 1, 2, 3):
@@ -105,6 +110,8 @@ class DataParallel(nn.Module):
         self.overlap = overlap
         self.ahead = ahead if overlap else 0
         self.sync = True
+        self.tensor = tensor if tensor is not None and tensor.size > 1 else None
+        self._compared = self.tensor is None
         self._scale = 1.0 / group.size if gradients == "mean" else 1.0
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
@@ -115,7 +122,7 @@ class DataParallel(nn.Module):
         self._round: Round | None = None
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]], bool]] = deque()
         self.units, self.root = find_units(module, units)
-        self._fill_units(compute_dtype, dims or {}, decay or {})
+        self._fill_units(compute_dtype, dims or {}, decay or {}, parts or {})
         if materialise is None:
             if any(parameter.is_meta for parameter in module.parameters()):
                 raise ConfigError("the module is on the meta device; give materialise, or build it on a real device.")
@@ -215,7 +222,12 @@ class DataParallel(nn.Module):
     @property
     def axes(self) -> list[Group]:
         """The groups over which a sum of every rank's own part is a sum over the whole module and batch."""
-        return [self.group]
+        return [self.group] if self.tensor is None else [self.group, self.tensor]
+
+    @property
+    def stands_first(self) -> bool:
+        """Whether this rank is the one of its tensor group that speaks for what all of them have alike: the loss."""
+        return self.tensor is None or self.tensor.rank == 0
 
     @property
     def counted(self) -> list[Flat]:
@@ -274,7 +286,7 @@ class DataParallel(nn.Module):
 
         What several ranks hold is counted by the first of them.
         """
-        return norms.square_sum((leaf for flat in self.counted for leaf in flat.leaves), self.group.device)
+        return norms.square_sum((grad for flat in self.counted for grad in flat.counted()), self.group.device)
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -305,7 +317,7 @@ class DataParallel(nn.Module):
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
         self.settle()
-        return digest(self.flats, everywhere or self.group.rank == 0)
+        return digest(self.flats, everywhere or (self.group.rank == 0 and self.stands_first))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
@@ -353,7 +365,9 @@ class DataParallel(nn.Module):
 
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _fill_units(self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool]) -> None:
+    def _fill_units(
+        self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool], parts: Mapping[str, Part]
+    ) -> None:
         home = homes(self.module, self.units, self.root)
         members: dict[tuple[str, torch.dtype, bool], tuple[Unit, list[Member]]] = {}
         for name, parameter in self.module.named_parameters():
@@ -361,7 +375,8 @@ class DataParallel(nn.Module):
             key = (unit.name, parameter.dtype, parameter.requires_grad)
             letters = dims.get(name) or " ".join(f"d{i}" for i in range(parameter.dim())) or "one"
             decays = decay.get(name, parameter.dim() >= 2)
-            member = Member(name, parameter, letters, decays, parameter.shape)
+            part = parts.get(name)
+            member = Member(name, parameter, part.slicing.dims if part else letters, decays, parameter.shape, part=part)
             members.setdefault(key, (unit, []))[1].append(member)
         for (_, dtype, trainable), (unit, found) in members.items():
             computing = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
@@ -612,7 +627,10 @@ class DataParallel(nn.Module):
                 self._deliver()
 
     def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
-        return flat.reduce(self._scale, self._wire) if self._round is None else flat.reduce_round(self._round)
+        if self._round is None:
+            return flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared)
+        assert self.tensor is None, "sums in a fixed order are over the data axis alone"
+        return flat.reduce_round(self._round)
 
     @property
     def _is_last(self) -> bool:
@@ -640,3 +658,17 @@ class DataParallel(nn.Module):
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
+        if self.sync and not self._compared:
+            self._refuse_apart()
+
+    def _refuse_apart(self) -> None:
+        """After the first reduction: whole parameters whose gradients differ over the tensor axis, if not owed."""
+        self._compared = True
+        for flat in self._trainable:
+            apart, flat.apart = flat.apart, []
+            for name, difference in apart:
+                if (share := difference.item()) > max(APART, 4 * torch.finfo(flat.compute_dtype).eps):
+                    raise NumericsError(
+                        f"the gradient of {name} is not the same on all ranks of tp ({100 * share:.2g} % apart), so "
+                        "what it works on must be split; give the module around it the role SPLIT."
+                    )

@@ -27,15 +27,18 @@ extra read and write of every weight, twice a step.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, reduce_scatter, then
+from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, both, reduce_scatter, then
 from interlace.errors import ConfigError
+from interlace.parallel.part import Part
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
 # (parameter name, first element, one past the last) -> that range of the flattened initial values
@@ -44,7 +47,10 @@ Materialise = Callable[[str, int, int], torch.Tensor]
 
 @dataclass
 class Member:
-    """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run."""
+    """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run.
+
+    part: which slice of it the tensor axis has left here, if there is such an axis.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -52,10 +58,26 @@ class Member:
     decay: bool
     shape: torch.Size
     offset: int = 0
+    part: Part | None = None
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def room(self) -> int:
+        """Elements of the largest slice, so that runs are cut alike on every rank of the tensor axis."""
+        return self.numel if self.part is None else self.part.largest
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """On how many ranks of the tensor axis its slice is held, and whether they see the same."""
+        return (1, False) if self.part is None else (self.part.slicing.copies, self.part.alike)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank stands for all those of the tensor axis that hold the same slice."""
+        return self.part is None or self.part.is_first
 
 
 @dataclass(eq=False)
@@ -91,7 +113,8 @@ class Slot:
 class Placement:
     """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`.
 
-    A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.
+    A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.  Where the tensor axis cuts
+    another dimension than the first, elements count slice by slice: `cut` is that dimension and where slices begin.
     """
 
     name: str
@@ -102,6 +125,7 @@ class Placement:
     leaf_stop: int
     start: int
     stop: int
+    cut: tuple[int, tuple[int, ...]] = (0, ())
 
 
 @dataclass(frozen=True)
@@ -155,14 +179,16 @@ class Flat:
     _result: torch.Tensor | None = None
     _due: Callable[[], None] | None = None
     _used: list[torch.Tensor] = field(default_factory=list)
+    apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
     _version: int = -1
 
     def __post_init__(self) -> None:
-        self.members.sort(key=lambda member: not member.decay)  # stable: decayed first, else in the module's order
-        self.cut = cut([member.numel for member in self.members], self.group.size)
+        # Decayed first, then by what is owed, else in the module's order: what is treated alike is one range.
+        self.members.sort(key=lambda m: (not m.decay, m.kind))
+        self.cut = cut([member.room for member in self.members], self.group.size)
         for member, offset in zip(self.members, self.cut.offsets, strict=True):
             member.offset = offset
 
@@ -210,7 +236,7 @@ class Flat:
             if materialise is None:
                 self.fill(member, slice_of(member.parameter))
             else:
-                self.fill(member, functools.partial(materialise, member.name))
+                self.fill_whole(member, functools.partial(materialise, member.name))
             member.parameter.grad = None
         if self.trainable:
             self._make_leaves()
@@ -221,6 +247,10 @@ class Flat:
         start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
         if start < stop:
             self.main[start - begin : stop - begin].copy_(values(start - member.offset, stop - member.offset))
+
+    def fill_whole(self, member: Member, values: Callable[[int, int], torch.Tensor]) -> None:
+        """`fill` from the values of the parameter that the tensor axis has not cut."""
+        self.fill(member, values if member.part is None else member.part.reader(values))
 
     def _make_leaves(self) -> None:
         begin, end = self.held
@@ -240,19 +270,27 @@ class Flat:
         """Where each parameter's elements lie in the leaves: only the owned ones, or all that this rank holds."""
         begin, end = self.own if owned else self.held
         for index, member in enumerate(self.members):
+            if owned and not member.is_first:
+                continue
+            part = member.part
+            shape, before = (member.shape, 0) if part is None else (part.shape, part.begin)
+            cut: tuple[int, tuple[int, ...]] = (0, ())
+            if part is not None and part.slicing.dim > 0:
+                cut = part.slicing.dim, part.slicing.bounds
             for leaf, leaf_start in zip(self.leaves, self._leaf_starts, strict=True):
                 start = max(begin, member.offset, leaf_start)
                 stop = min(end, member.offset + member.numel, leaf_start + leaf.numel())
                 if start < stop or (member.numel == 0 and leaf is self.leaves[0] and self.group.rank == 0):
                     yield Placement(
                         member.name,
-                        tuple(member.shape) or (1,),
+                        tuple(shape) or (1,),
                         self.layout(index),
                         leaf,
                         start - leaf_start,
                         max(stop, start) - leaf_start,
-                        start - member.offset,
-                        max(stop, start) - member.offset,
+                        before + start - member.offset,
+                        before + max(stop, start) - member.offset,
+                        cut,
                     )
 
     # -- parameters --------------------------------------------------------------------------------------------------
@@ -467,6 +505,62 @@ class Flat:
             return inside
         return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
 
+    def pay(self, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
+        """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
+
+        Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
+        in `apart` how far those lie apart that should be alike, in units of the largest of a parameter.
+        """
+        held, first = self._result, self.held[0]
+        assert held is not None
+        for members, part in self._owed():
+            start = max(members[0].offset - first, 0)
+            place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
+            if not place.numel():
+                continue
+            paid = functools.partial(self._paid, place, part, [*members, start + first] if compare else [])
+            if self.group.size == 1:
+                reduced = both(reduced, paid())
+            else:
+                reduced = then(reduced, self.inner, paid)
+        return reduced
+
+    def _paid(self, place: torch.Tensor, part: Part, compared: list[Any]) -> Handle[torch.Tensor]:
+        assert part.owed is not None
+        if part.alike and compared:
+            *members, start = compared
+            everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait().view(part.owed.size, -1)
+            size = everyone.abs().amax(dim=0)
+            least = size.amax() * torch.finfo(self.compute_dtype).eps ** 0.5  # below it all may be rounding
+            for m in members:
+                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(size))
+                if low < high:
+                    apart = (everyone[:, low:high] - everyone[0, low:high]).abs().amax()
+                    self.apart.append((m.name, apart / torch.maximum(size[low:high].amax(), least).clamp(min=1e-30)))
+        scale = 1.0 / part.owed.size if part.alike else 1.0
+        return all_reduce(place, part.owed, scale=scale, name=f"pay {self.name}")
+
+    def _owed(self) -> Iterator[tuple[list[Member], Part]]:
+        """Neighbours in the run that are owed over the tensor axis in one way."""
+        for _, run in itertools.groupby(self.members, lambda m: (m.kind, m.decay)):
+            members = list(run)
+            part = members[0].part
+            if part is not None and part.owed is not None:
+                yield members, part
+
+    def counted(self) -> Iterator[torch.Tensor]:
+        """The gradients of the held elements that no rank of the tensor axis before this one holds too."""
+        for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
+            if leaf.grad is None:
+                continue
+            at = 0
+            for member in self.members:
+                if not member.is_first:
+                    low = min(max(member.offset - start, at), leaf.numel())
+                    yield leaf.grad[at:low]
+                    at = min(max(member.offset + member.numel - start, at), leaf.numel())
+            yield leaf.grad[at:]
+
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
         that hold an element have it."""
@@ -527,7 +621,8 @@ class Flat:
         if self.sharded:
             values = all_gather(values.contiguous(), self.inner, name=f"collect {self.name}").wait()
         for member in self.members:
-            yield member.name, values[member.offset : member.offset + member.numel].view(member.shape)
+            local = values[member.offset : member.offset + member.numel].view(member.shape)
+            yield member.name, local if member.part is None else member.part.whole(local)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient tensors that are held now."""

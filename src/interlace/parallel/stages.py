@@ -99,7 +99,7 @@ class StagedParallel(DataParallel):
 
     def digest(self, everywhere: bool = False) -> str:
         self.settle()
-        here = everywhere or self.group.rank == 0
+        here = everywhere or (self.group.rank == 0 and self.stands_first)
         lines = digests(self.flats, here)
         if not here:
             return ""
@@ -179,6 +179,8 @@ class StagedParallel(DataParallel):
         if self.tie is not None:
             self._tie(self.tie)
         self._free(self.root.flats)
+        if not self._compared:
+            self._refuse_apart()
         self._now = None
         self._stale = True
 
@@ -232,7 +234,7 @@ class StagedParallel(DataParallel):
     def _reduce_all(self, flats: Sequence[Flat], micro_batch: int | None) -> None:
         for flat in flats:
             if micro_batch is None:
-                handle, last = flat.reduce(self._scale, self._wire), True
+                handle, last = flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared), True
             else:
                 round = Round.of(micro_batch, self.group.size, self.leaves_in_step)
                 if self.group.size == 1 and not round.last:  # they add up where they arise, in the same order

@@ -6,6 +6,7 @@ of a flat run, less than a chunk for each parameter and each rank, counts: it li
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
+from interlace.plan import tensor
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.schedule.table import SENDS
-from interlace.spec import Parameter, executed_matmul_flops, parameters, units
+from interlace.spec import Parameter, parameters, units
 
 FP32, FP64 = 4, 8
 SCALARS = 16  # bytes: loss and norm, fp64, exchanged once a step
@@ -49,17 +51,22 @@ class Share:
     sent: dict[str, int]
 
 
-def runs(cfg: ModelConfig, ranks: int, held: Collection[str] | None = None) -> tuple[Run, ...]:
-    """The flat runs of a model in order of execution, the root's last.  held: the units of a rank; None = all."""
+def runs(
+    cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True, held: Collection[str] | None = None
+) -> tuple[Run, ...]:
+    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor axis.
+
+    held: the units of a rank; None = all.
+    """
     found: dict[str, list[Parameter]] = {unit: [] for unit in (*units(cfg), "root")}
     for parameter in parameters(cfg):
         users = {parameter.unit, "head"} if parameter.tied_to else {parameter.unit}
         if held is None or not users.isdisjoint(held):
             found["root" if parameter.tied_to else parameter.unit].append(parameter)
     return tuple(
-        Run(unit, tuple(members), engine.cut([member.numel for member in members], ranks))
+        Run(unit, tuple(members), engine.cut([tensor.slices(member, tp).numel(0) for member in members], ranks))
         for unit, unsorted in found.items()
-        if (members := sorted(unsorted, key=lambda member: not member.decay))
+        if (members := sorted(unsorted, key=lambda member: (not member.decay, tensor.kind(member, tp, sequence))))
     )
 
 
@@ -113,7 +120,7 @@ def share(config: Config, rank: int, batch: int) -> Share:
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
     held_here = held_units(config, rank)
-    found = runs(cfg, plan.dp, held_here)
+    found = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here)
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
@@ -137,8 +144,12 @@ def share(config: Config, rank: int, batch: int) -> Share:
         adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
         gradients += adding // plan.dp  # what rounds add up in
     counts = computed_sequences(plan, mesh, rank, batch, fixed)
-    work = executed_matmul_flops(cfg, sum(counts), config.data.sequence_length, plan.recompute, held=held_here)
+    length, place = config.data.sequence_length, mesh.index(rank, "tp")
     sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
+    if plan.tp > 1:
+        sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
+        sent.update(_paid(plan, mesh, rank, found))
+        sent["all_gather"] += SCALARS * (plan.tp - 1)
     if plan.pp > 1:
         sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts))
     return Share(
@@ -146,7 +157,7 @@ def share(config: Config, rank: int, batch: int) -> Share:
         copies=copies,
         gradients=FP32 * gradients,
         optimizer=FP32 * states * held,
-        flops=work["matmul"],
+        flops=tensor.products(cfg, plan, place, counts, length, held_here),
         sent=dict(sent),
     )
 
@@ -178,9 +189,13 @@ def _sent_between_stages(
     fixed = config.run.reproducible == "plan"
     place = mesh.index(rank, "pp")
     table = table_of(plan, len(counts), fixed)
-    per_sequence = config.data.sequence_length * cfg.hidden_size * compute
-    sends = [action for action in table.rows[place] if action.kind in SENDS]
-    sent = Counter(send=per_sequence * sum(counts[action.micro_batch or 0] for action in sends))
+    row = cfg.hidden_size * compute
+    sends = [counts[action.micro_batch or 0] * config.data.sequence_length for action in table.rows[place]
+             if action.kind in SENDS]  # fmt: skip
+    if plan.tp > 1 and plan.sequence == "on":  # a rank sends the rows that it holds
+        bounds = (split(rows, plan.tp, mesh.index(rank, "tp")) for rows in sends)
+        sends = [stop - start for start, stop in bounds]
+    sent = Counter(send=row * sum(sends))
     numbers = SCALARS
     if fixed:  # a loss a micro-batch, a square sum a chunk that holds parameters
         counted = [run for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed)]
@@ -203,6 +218,26 @@ def _sent_between_stages(
             else:
                 sent["send"] += compute * run.members[0].numel * len(counts)
     return sent
+
+
+def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> Counter[str]:
+    """Bytes of gradients added up over the tensor axis: of what a rank holds, the ranges that several ranks hold."""
+    paid: Counter[str] = Counter()
+    axis = "shard" if is_hybrid(plan) else "dp"
+    place, index = mesh.index(rank, "tp"), mesh.index(rank, axis)
+    sequence = plan.sequence == "on"
+    for run in found:
+        size = run.cut.total // mesh.size(axis) if plan.zero and plan.dp > 1 else run.cut.total
+        low, high = (index * size, (index + 1) * size) if size < run.cut.total else (0, size)
+        placed = zip(run.members, run.cut.offsets, strict=True)
+        for (_, (holders, _)), members in itertools.groupby(
+            placed, lambda pair: (pair[0].decay, tensor.kind(pair[0], plan.tp, sequence))
+        ):
+            ranges = [(offset, offset + tensor.slices(member, plan.tp).numel(0)) for member, offset in members]
+            elements = min(ranges[-1][1], high) - max(ranges[0][0], low)
+            if holders > 1 and elements > 0:
+                paid.update(tensor.paid(elements, holders, place % holders))
+    return paid
 
 
 def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:

@@ -113,7 +113,7 @@ class Staged:
             self.routed[stage, micro_batch] = [loss_B.detach() for loss_B in routed]
             loss = part.router_loss(context, counts_B)
             if is_last:
-                head = part.head(output, labels_BT)
+                head = part.head(output, labels_BT, context)
                 self.heads[micro_batch] = head.detach()
                 loss = head + loss
             return (None if is_last else output), loss / max(self.labels(), 1)
@@ -132,12 +132,13 @@ class Staged:
     ) -> tuple[Tensor, int]:
         """As `train.step.forward_backward`; this rank's part of the loss is that of its stages."""
         device = self.group.device
-        own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in batches) if self.group.rank == 0 else 0
+        speaks = self.group.rank == 0 and self.model.stands_first
+        own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in batches) if speaks else 0
         counting = all_gather(torch.tensor([own]), host, name="count of labels")
         self.labels = _once(counting)
         self.dropout_key = dropout_key
         self.given = [batch.to(device) for batch in batches]
-        shapes = [(*given[0].shape, self.hidden) for given in self.given]
+        shapes = [self._shape(*given[0].shape) for given in self.given]
         self.model.begin(leaves)
         dtype = self.model.computing_dtype
         self.pipeline(len(batches), leaves > 0).run(self.works, shapes, dtype, self.model)
@@ -145,6 +146,14 @@ class Staged:
         losses = self._losses_in_order() if leaves and self.balanced else self._losses()
         self.given, self.routed, self.heads = [], {}, {}
         return (losses if leaves else losses.sum(dim=0, keepdim=True)), self.labels()
+
+    def _shape(self, batch: int, length: int) -> tuple[int, int, int]:
+        """Of what passes between stages: all of [B T D], or this rank's rows of it."""
+        rows = self.decoder.rows
+        if rows is None:
+            return batch, length, self.hidden
+        start, stop = rows(batch * length)
+        return 1, stop - start, self.hidden
 
     def _losses(self) -> Tensor:
         """This rank's part of the loss of every micro-batch: fp64 [m]."""

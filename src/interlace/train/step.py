@@ -48,7 +48,7 @@ def forward_backward(
     if isinstance(model, StagedParallel):
         assert model.through is not None
         return model.through(micro_batches, host, dropout_key, leaves)
-    own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches)
+    own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches) if model.stands_first else 0
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
     losses = []
@@ -80,7 +80,8 @@ def update(
     if leaves:
         total, squares = _fixed_totals(model, loss, leaves)
     else:
-        total, squares = sum_scalars(torch.cat([loss, model.square_sum()]), model.axes, name="loss and norm")
+        own = loss if model.stands_first else torch.zeros_like(loss)
+        total, squares = sum_scalars(torch.cat([own, model.square_sum()]), model.axes, name="loss and norm")
     norm = squares.sqrt()
     factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
     rates = [group["lr"] for group in optimizer.param_groups]
