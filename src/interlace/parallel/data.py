@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
+from interlace.collectives import Group, Handle, Window, broadcast, make_windows, reach, sum_scalars
 from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
@@ -351,8 +351,16 @@ class DataParallel(nn.Module):
     @property
     def window_bytes(self) -> int:
         """Bytes of the memory that peers read, which torch's own allocator does not count."""
-        slots = {id(slot): slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None}
-        return sum(slot.window.own.numel() for slot in slots.values() if slot.window is not None)
+        return sum(window.own.numel() for window in self._windows)
+
+    def peer_tensors(self) -> list[torch.Tensor]:
+        """What this rank sees of its peers' memory."""
+        return [peer for window in self._windows for peer in window.peers if peer is not window.peers[self.inner.rank]]
+
+    @property
+    def _windows(self) -> list[Window]:
+        slots = [slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None]
+        return list({id(slot.window): slot.window for slot in slots if slot.window is not None}.values())
 
     # -- construction --------------------------------------------------------------------------------------------------
 
