@@ -17,6 +17,7 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.parallel.joined import Joined
 from interlace.parallel.part import holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
@@ -101,10 +102,9 @@ def build(world: World, cfg: Config) -> Session:
     wrap: Callable[..., DataParallel] = DataParallel
     if cfg.plan.pp > 1:
         units, wrap = stages.prepare(cfg, model_cfg, decoder, groups)
-    if world.device.type == "cuda" and decoder.head is not None:
-        from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
-
-        decoder.head.softmax_rows = softmax_rows
+    if world.device.type == "cuda":
+        apart = mesh.size("tp") > 1 or stages.splits_backward(cfg.plan)  # products that go their own ways
+        quicken(decoder, join=cfg.train.precision == "bf16" and not apart)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     here = {name for name, _ in decoder.named_parameters()}
     parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
@@ -140,6 +140,20 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def quicken(decoder: Decoder, join: bool) -> None:
+    """Gives a decoder that runs on a GPU, or a part of one, the kernels that equal its plain compositions.
+
+    join: q, k and v by one product, where a flat run holds their weights together.
+    """
+    from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
+
+    if decoder.head is not None:
+        decoder.head.softmax_rows = softmax_rows
+    if join:
+        for block in filter(None, decoder.blocks):
+            block.get_submodule("attention").project = Joined()
 
 
 def _pin(cfg: Config) -> None:

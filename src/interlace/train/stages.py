@@ -23,6 +23,7 @@ from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.parallel.stages import StagedParallel
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
+from interlace.schedule import FORMS
 from interlace.train.data import IGNORED, Batch
 
 
@@ -84,8 +85,7 @@ class Staged:
         self.decoder = decoder
         self.hidden = decoder.cfg.hidden_size
         self.balanced = decoder.cfg.num_experts > 0 and decoder.cfg.router_aux_loss > 0
-        self.splits = table_of(cfg.plan, max(1, 2 * cfg.plan.pp)).splits_backward if _is_named(cfg.plan) else True
-        switch = Switch() if self.splits else None
+        switch = Switch() if splits_backward(cfg.plan) else None
         model.switch = switch
         if switch is not None:
             split(decoder, switch)
@@ -200,8 +200,9 @@ def _once(counting: Handle[Tensor]) -> Callable[[], int]:
     return labels
 
 
-def _is_named(plan: ParallelPlan) -> bool:
-    return not plan.schedule.endswith(".csv")
+def splits_backward(plan: ParallelPlan) -> bool:
+    """Whether a plan's table has backward in two parts somewhere."""
+    return plan.pp > 1 and (plan.schedule not in FORMS or table_of(plan, 2 * plan.pp).splits_backward)
 
 
 def prepare(
