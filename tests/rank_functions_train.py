@@ -17,6 +17,7 @@ from interlace.config import loads
 from interlace.layout import split
 from interlace.parallel import data, flat, stages, tensor
 from interlace.parallel import norm as norms
+from interlace.plan import stages as stage_plans
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
 from interlace.train import stages as staging
@@ -304,6 +305,11 @@ def counted_by_every_stage(rank: int) -> Any:
     return mock.patch.object(staging.Staged, "forward_backward", forward_backward)
 
 
+def one_stage_at_a_time(rank: int) -> Any:
+    """No fault but in the accounts: a rank has one stage whole at a time, and gathers again."""
+    return mock.patch.object(stage_plans, "lower", functools.partial(stage_plans.lower, keep=1))
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -324,5 +330,6 @@ FAULTS = {
         tie_left_out,
         never_freed,
         counted_by_every_stage,
+        one_stage_at_a_time,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

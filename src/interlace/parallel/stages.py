@@ -138,7 +138,9 @@ class StagedParallel(DataParallel):
             flat.show()
 
     def before_backward(self, stage: int, micro_batch: int | None) -> None:
-        """Whose gradients come next; None: those that a first part has put aside."""
+        """Whose gradients come next, which need the weights; None: those that a first part has put aside."""
+        if micro_batch is not None:
+            self.ready(stage)
         self._now = None if micro_batch is None else (stage, micro_batch)
 
     @property
@@ -156,7 +158,7 @@ class StagedParallel(DataParallel):
             self._free(unit.flats)
 
     def ready(self, stage: int) -> None:
-        """Waits for the weights of a stage, before a backward pass reads them."""
+        """Waits for the weights of a stage, before a pass reads them."""
         for unit in self._units_of(stage):
             for flat in unit.flats:
                 flat.show()
