@@ -146,9 +146,8 @@ def test_memory_of_a_fixed_order() -> None:
         plain = tiny(*words)
         fixed = tiny(*words, 'run.reproducible="plan"')
         assert micro_batching(fixed, fixed.plan) == (2, 4)
-        assert (
-            estimate(fixed, fixed.plan).gradients < estimate(plain, plain.plan).gradients
-        )  # none whole between rounds
+        needed = [estimate(config, config.plan).gradients for config in (fixed, plain)]
+        assert needed[0] < needed[1]  # none are whole between rounds
 
 
 @settings(max_examples=30)
@@ -208,11 +207,12 @@ def test_units_in_flight() -> None:
     # embedding and head take turns in one buffer, the blocks in two
     assert memory.gather == pytest.approx(2 * (V * D + 2 * block), rel=1e-2)
     total = total_parameters(config.model_config())
-    # what peers read of the gradients of three units stays; the gradients themselves come after the loss's work is gone
+    # in bf16: room that stays for three units that peers read, most is needed before any gradient is there; or three
+    # units as they are made and one gradient as autograd leaves it
+    made = 2 * V * D
     assert memory.gradients == pytest.approx(2 * (V * D + 3 * block), rel=1e-2)
-    assert memory.transfer == 0
     library = eight_billion("dp=8 zero=3 transport=library")
-    assert estimate(library, library.plan).gradients == 0
+    assert estimate(library, library.plan).gradients == pytest.approx(2 * (V * D + 2 * block) + made, rel=1e-2)
     several = eight_billion("dp=8 zero=3 micro_batches=2")
     assert estimate(several, several.plan).gradients in (4 * total, pytest.approx(4 * total + 2 * V * D, rel=1e-2))
     alone = eight_billion("dp=1 zero=3")
