@@ -298,8 +298,8 @@ def block_activations(
     if recompute == "full":
         return rows * D * c
     cfg = _of_one_rank(cfg, tp)
-    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0))
-    per_token = 2 * D * c
+    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0)) + (D * c if cfg.num_experts else 0)
+    per_token = (1 if cfg.num_experts else 2) * D * c  # a router reads its own rows, experts copies of the others
     if cfg.qk_norm:
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
