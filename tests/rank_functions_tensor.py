@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -138,10 +139,11 @@ def products(world: World) -> None:
     y = F.linear(inner, weight)
     (y * seeded(count, 4, seed=2)).sum().backward()
     c, d = split(M, world.size, world.rank)
-    for function in (matmul_scatter, matmul_reduce):
+    beside = functools.partial(matmul_scatter, overlap=True)
+    for function in (matmul_scatter, beside, matmul_reduce):
         part, own = (t.detach()[:, c:d].clone().requires_grad_() for t in (inner, weight))
         made = function(part, own, group)
-        rows = slice(low, high) if function is matmul_scatter else slice(None)
+        rows = slice(None) if function is matmul_reduce else slice(low, high)
         close(made, y[rows].detach(), "matmul, then a sum")
         (made * seeded(count, 4, seed=2)[rows]).sum().backward()
         close(part.grad, inner.grad[:, c:d], "gradient of x")

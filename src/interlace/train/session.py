@@ -104,7 +104,8 @@ def build(world: World, cfg: Config) -> Session:
     parameters = spec.parameters(model_cfg)
     parts = {}
     if mesh.size("tp") > 1:
-        axis = Axis(groups["tp"], cfg.plan.sequence == "on", cfg.plan.overlap == "on")
+        plan = cfg.plan
+        axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
     model = DataParallel(
         decoder,
