@@ -133,7 +133,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_without_a_file_the_demo_runs() -> None:
     cfg = load(None)
-    assert (cfg.model.preset, str(cfg.plan)) == ("demo", "dp=4 zero=3")
+    assert (cfg.model.preset, str(cfg.plan)) == ("demo", "dp=2 tp=2")
     assert load(None, preset="tiny").model_config().hidden_size == 64
 
 
