@@ -81,7 +81,7 @@ def update(
     norm = squares.sqrt()
     factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
     rates = [group["lr"] for group in optimizer.param_groups]
-    model.postpone(lambda leaves: optimizers.update(optimizer, leaves, rates, factor))
+    model.postpone(lambda leaves, copies: optimizers.update(optimizer, leaves, copies, rates, factor))
     return total, norm
 
 
