@@ -145,7 +145,7 @@ def test_file_wins_over_preset_and_override_over_file(tmp_path: Path) -> None:
     assert (cfg.train.steps, cfg.train.global_batch, cfg.train.warmup) == expected
     assert cfg.run.out == "a b"
     assert cfg.model_config().num_layers == 4
-    assert str(cfg.plan) == "dp=4 zero=3"
+    assert str(cfg.plan) == "dp=2 tp=2"
     assert str(load(path, parallel="tp=2", world=6).plan) == "dp=3 tp=2"
     assert str(load(path, overrides=["parallel.plan=dp=2 zero=1"]).plan) == "dp=2 zero=1"
 
