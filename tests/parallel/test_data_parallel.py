@@ -81,7 +81,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
     expected = {
         "stage": "ConfigError: zero=4 is not a ZeRO stage; choose 0, 1, 2 or 3.",
         "gradients": 'ConfigError: gradients="average" is neither "mean" nor "sum".',
-        "pattern": 'ConfigError: units names "block.*", but the module has no submodule of that name; did you mean',
+        "pattern": 'ConfigError: units names "block.*", but the module has no submodule of that name; did you',
         "list": 'ConfigError: units names "blocks", a ModuleList, which is never called itself; name its children',
         "order": "ConfigError: blocks.2 ran after a unit that stands behind it in the list of units; list units in",
         "outside": "ConfigError: blocks.0 was called outside the wrapped module; call the object that parallelize",

@@ -51,9 +51,9 @@ class Meter:
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
 
-    def count(self, collective: str, axis: str, nbytes: int) -> None:
+    def count(self, collective: str, axis: str, nbytes: int, calls: int = 1) -> None:
         self.sent[collective, axis] += nbytes
-        self.calls[collective, axis] += 1
+        self.calls[collective, axis] += calls
 
     def reset_counts(self) -> None:
         self.sent.clear()

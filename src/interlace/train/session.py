@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,10 @@ from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.tensor import Axis, split_decoder
+from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
-from interlace.plan.share import micro_batch_count
+from interlace.plan.tensor import across_hosts
+from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
@@ -104,7 +107,8 @@ def build(world: World, cfg: Config) -> Session:
     parameters = spec.parameters(model_cfg)
     parts = {}
     if mesh.size("tp") > 1:
-        axis = Axis(groups["tp"], cfg.plan.sequence == "on", cfg.plan.overlap == "on")
+        plan = cfg.plan
+        axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
     model = DataParallel(
         decoder,
@@ -131,9 +135,21 @@ def build(world: World, cfg: Config) -> Session:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    if mesh.size("tp") > 1 and (line := _across_hosts(made)):
+        made.notes.append(line)
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def _across_hosts(session: Session) -> str | None:
+    """What it costs that a tensor group has ranks on several hosts, if one has.  Collective."""
+    world, cfg = session.world, session.cfg
+    own = random.key(0, socket.gethostname()) >> 1
+    hosts = all_gather(torch.tensor([own]), session.groups.host, name="hosts").wait().tolist()
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    counts = computed_sequences(cfg.plan, session.mesh, world.rank, cfg.train.global_batch)
+    return across_hosts(cfg, counts, hosts, Topology.from_device_name(name))
 
 
 def _pin(cfg: Config) -> None:
