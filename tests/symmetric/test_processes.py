@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from interlace.symmetric import SymmetricHeap
 
 RANKS = "rank_functions_symmetric"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "symmetric"
 
 
 def test_memory_of_three_ranks(run_ranks: Callable[..., list[Any]]) -> None:
@@ -61,3 +63,10 @@ def test_one_process_without_groups() -> None:
     heap.copy(x.local, x.peer(0) + 1)
     assert x.local.tolist() == [1.0, 1.0, 1.0]
     heap.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_examples_between_processes(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    assert len(names) == 8
+    assert run_ranks(f"{RANKS}:examples", ranks, {"names": names}) == [8] * ranks

@@ -3,7 +3,7 @@
 interlace check module.py:launch --ranks 2,3,4 --schedules 1000
 """
 
-from interlace.check.explore import Verdict, explore, explore_all
+from interlace.check.explore import Verdict, explore, explore_all, load, numbers
 from interlace.check.report import KINDS, Report, Step
 
-__all__ = ["KINDS", "Report", "Step", "Verdict", "explore", "explore_all"]
+__all__ = ["KINDS", "Report", "Step", "Verdict", "explore", "explore_all", "load", "numbers"]

@@ -10,6 +10,9 @@ function runs between processes and on GPUs.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from interlace.check import report as reports
 from interlace.check.host import Host
 from interlace.check.machine import Found, Grow, Machine, Operations, Strategy
 from interlace.check.report import Report, Step, explain
-from interlace.check.schedules import NAMES, Replayed, exhaustive, seeded
-from interlace.errors import ConfigError, Hang, InterlaceError
+from interlace.check.schedules import NAMES, exhaustive, seeded
+from interlace.errors import ConfigError, Hang, InterlaceError, nearest
 from interlace.symmetric.heap import SymmetricHeap
 from interlace.symmetric.interpreter import watched
 from interlace.symmetric.record import HEAD, Record
@@ -320,10 +322,15 @@ def _guarded(explorer: Explorer, settings: _Run) -> Report | None:
 def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list[str]:
     """How few programs at once suffice, tried with a few schedules each."""
     for few in range(1, explorer.largest):
-        tries = range(seed, seed + max(2, min(10, schedules // 20)))
-        reports_ = [explorer.run(_Run(size, seeded(n, size), n, f"seed {n}", few)) for n in tries]
-        if not any(reports_):
-            return [f"{size} ranks: passes with {few} of {explorer.largest} programs of a rank at once"]
+        tries = range(seed, seed + max(4, min(10, schedules // 20)))
+        strategies = [seeded(number, size) for number in tries]
+        strategies[0].blocks = "in order"
+        if not any(
+            explorer.run(_Run(size, each, number, f"seed {number}", few))
+            for number, each in zip(tries, strategies, strict=True)
+        ):
+            text = f"{size} ranks: no report in {len(tries)} schedules with {few} of {explorer.largest} programs"
+            return [f"{text} of a rank at once"]
     if explorer.largest > 1:
         needs = explorer.largest
         return [
@@ -332,9 +339,9 @@ def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list
     return []
 
 
-def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2) -> Verdict:
+def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True) -> Verdict:
     """All schedules of 2 ranks with at most so many preemptions, up to a number; for launches of 2 x 2 programs."""
-    explorer = Explorer(launch)
+    explorer = Explorer(launch, barriers=barriers)
     begin = time.process_time()
     found: list[Report] = []
     whole = True
@@ -353,4 +360,41 @@ def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int 
     )  # fmt: skip
 
 
-__all__ = ["Replayed", "Verdict", "explore", "explore_all", "reports"]
+def load(target: str) -> tuple[Launch, str]:
+    """The function "FILE.py:NAME" names, and a name for messages.  The file is imported with its folder on the path."""
+    path, _, name = target.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f'"{target}" names no function; write FILE.py:LAUNCH, as in kernel.py:launch.')
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file; write FILE.py:LAUNCH with a file that is there.")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file; give one that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = nearest(name, known)
+        hint = f'did you mean "{close}"?' if close else "give a function launch(heap)."
+        raise ConfigError(f"{path} has no function {name}; {hint}")
+    return found, f"{os.path.basename(path)}:{name}"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """ "2,3,4" as integers from 1 to 16."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= number <= 16 for number in found):
+        raise ConfigError(f'--ranks is "{text}"; write numbers from 1 to 16 with commas, as in 2,3,4.')
+    return found
+
+
+__all__ = ["Verdict", "explore", "explore_all", "load", "numbers"]

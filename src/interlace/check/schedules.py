@@ -22,6 +22,7 @@ class Random:
 
     rng: random.Random
     stay: float = 0.0
+    blocks: str = ""  # "in order": programs become resident in the order of their numbers
 
     def choose(self, ready: list[Fiber], current: Fiber | None) -> Fiber:
         if self.stay and current in ready and self.rng.random() < self.stay:
@@ -30,7 +31,7 @@ class Random:
         return ready[int(self.rng.random() * len(ready))]
 
     def order(self, programs: list[int]) -> list[int]:
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.5 and not self.blocks:
             self.rng.shuffle(programs)
         return programs
 

@@ -101,11 +101,12 @@ def wait_until(flag, value, peer, heap, KERNEL: tl.constexpr = ""):
 
     What the signaller wrote before may then be read.  KERNEL (16 characters) names the kernel in a record.
     """
+    want = tl.cast(value, tl.int32)
     have = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    if have - value < 0:
-        have = _spin(flag, value, peer, heap, KERNEL)
+    if have - want < 0:
+        have = _spin(flag, want, peer, heap, KERNEL)
     tl.debug_barrier()
-    return have - value >= 0
+    return have - want >= 0
 
 
 @triton.jit

@@ -81,9 +81,20 @@ def _act(word: str) -> int:
 
 
 def install() -> None:
-    """Lets this process interpret the primitives."""
+    """Lets this process interpret the primitives, and Triton's own functions though it was imported before the switch.
+
+    (tl.cdiv and others are decorated when Triton is imported, which torch may have done before TRITON_INTERPRET was set.)
+    """
     if "create_inline_asm" not in vars(interpreter.interpreter_builder):
         interpreter.interpreter_builder.create_inline_asm = inline_asm(_act)
+        made: dict[Any, Any] = {}
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            if self.fn not in made:
+                made[self.fn] = interpreter.InterpretedFunction(self.fn)
+            return made[self.fn](*args, **options)
+
+        JITFunction.__call__ = call
 
 
 @contextlib.contextmanager
@@ -163,13 +174,13 @@ class Launch:
 
 def _interpreted(function: Any, cache: dict[Any, Any]) -> Any:
     """The rewritten Python function of a kernel or device function, compiled or interpreted."""
-    found = cache.get(function)
+    found = cache.get(function.fn)
     if found is None:
         if isinstance(function, JITFunction):
             found = interpreter.InterpretedFunction(function.fn).rewrite()
         else:
             found = function.rewrite()
-        cache[function] = found
+        cache[function.fn] = found
     return found
 
 
