@@ -11,9 +11,16 @@ An event says that `rank`, on `lane` ("compute", "tp", "dp", ... whatever runs o
     data        making the next batch
     save        a checkpoint
     bubble      nothing to do in the pipeline's schedule
+    fused       one kernel that both computes and transfers
+    other       copies to and from the host, memory filled
+    unknown     a kernel of another program that nobody could name
 
-Two files hold events: JSON lines, one event a line, which a run appends to; and Chrome's trace format (pid = rank,
-tid = lane), which chrome://tracing and Perfetto draw.  Both give back exactly the events that were written.
+The lane "step" holds one event a step, around all others of its rank: it says when the step began and ended.  Transfers
+of an axis run on the lane "comm.AXIS".  An action of a pipeline is named as in its schedule: stage, F, B, I or W,
+micro-batch ("0F3").
+
+Two files hold events: JSON lines, one event a line, which a run appends to; and Chrome's trace format (a process a
+rank, a thread a lane), which chrome://tracing and Perfetto draw.  Both give back exactly the events that were written.
 """
 
 from __future__ import annotations
@@ -27,7 +34,7 @@ from typing import Any, BinaryIO
 
 from interlace.errors import DataError, nearest
 
-KINDS = ("compute", "comm", "wait", "optimizer", "data", "save", "bubble")
+KINDS = ("compute", "comm", "wait", "optimizer", "data", "save", "bubble", "fused", "other", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +88,21 @@ def read_jsonl(path: str | Path) -> list[Event]:
 
 
 def to_chrome(events: Iterable[Event]) -> dict[str, Any]:
-    """Chrome trace of events: complete ("X") events in microseconds, with the exact seconds among their `args`."""
-    ranks: set[int] = set()
+    """Chrome trace of events: complete ("X") events in microseconds, with the exact seconds among their `args`.
+
+    Perfetto wants numbers for processes and threads; their names, "rank 0" and the lane, are in metadata ("M").
+    """
+    threads: dict[tuple[int, str], int] = {}
     drawn: list[dict[str, Any]] = []
     for event in events:
-        ranks.add(event.rank)
-        exact = {"begin": event.begin, "end": event.end, "bytes": event.bytes, "flops": event.flops}
+        exact = {
+            "lane": event.lane, "begin": event.begin, "end": event.end, "bytes": event.bytes, "flops": event.flops
+        }  # fmt: skip
         drawn.append(
             {
                 "ph": "X",
                 "pid": event.rank,
-                "tid": event.lane,
+                "tid": threads.setdefault((event.rank, event.lane), len(threads)),
                 "cat": event.kind,
                 "name": event.name,
                 "ts": event.begin * 1e6,
@@ -99,7 +110,13 @@ def to_chrome(events: Iterable[Event]) -> dict[str, Any]:
                 "args": exact,
             }
         )
-    names = [{"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in sorted(ranks)]
+    ranks = sorted({rank for rank, _ in threads})
+    names = [{"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in ranks]
+    names += [{"ph": "M", "pid": r, "name": "process_sort_index", "args": {"sort_index": r}} for r in ranks]
+    names += [
+        {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": lane}}
+        for (rank, lane), thread in threads.items()
+    ]
     return {"traceEvents": [*names, *drawn], "displayTimeUnit": "ms"}
 
 
@@ -112,11 +129,11 @@ def from_chrome(trace: Any, where: str = "trace") -> list[Event]:
     for position, entry in enumerate(entries):
         here = f"{where}, traceEvents[{position}]"
         phase = entry.get("ph") if isinstance(entry, dict) else None
-        if phase == "M":  # names of processes, for the drawing only
+        if phase == "M":  # names of processes and threads, for the drawing only
             continue
         if phase != "X" or not isinstance(entry.get("args"), dict):
             raise DataError(f"{here}: not a complete event ('ph': 'X' with 'args'): expected a trace by interlace")
-        renamed = {"rank": "pid", "lane": "tid", "kind": "cat", "name": "name"}
+        renamed = {"rank": "pid", "kind": "cat", "name": "name"}
         record = {ours: entry[theirs] for ours, theirs in renamed.items() if theirs in entry}
         events.append(_event({**entry["args"], **record}, here))
     return events
