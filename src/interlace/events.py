@@ -65,9 +65,14 @@ _TIMES = ("begin", "end")
 
 def write_jsonl(path: str | Path, events: Iterable[Event], append: bool = False) -> None:
     """Write one JSON object a line; `append` adds to the file instead of replacing it."""
-    with open(path, "a" if append else "w", encoding="utf-8", newline="\n") as file:
-        for event in events:
-            file.write(json.dumps(asdict(event), ensure_ascii=False, allow_nan=False) + "\n")
+    with open(path, "ab" if append else "wb") as file:
+        file.write(to_jsonl(events))
+
+
+def to_jsonl(events: Iterable[Event]) -> bytes:
+    """Events as a file holds them."""
+    lines = (json.dumps(asdict(event), ensure_ascii=False, allow_nan=False) + "\n" for event in events)
+    return "".join(lines).encode()
 
 
 def read_jsonl(path: str | Path) -> list[Event]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +36,8 @@ class Meter:
 
     `sent` counts bytes that left this rank and `calls` the transfers, both since the last `reset_counts`.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
-    where a rank hangs; by default it does nothing.  With `record` the moments of waits and transfers are kept until
-    `cut` takes them; a caller who never cuts turns it off.
+    where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
+    until `cut` takes them; a caller who never cuts turns it off.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Meter:
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
+        self._work: list[tuple[str, str, Moment, Moment]] = []
 
     def count(self, collective: str, axis: str, nbytes: int) -> None:
         self.sent[collective, axis] += nbytes
@@ -66,20 +67,32 @@ class Meter:
         if self.record:
             self._transfers.append((axis, name, begin, end, nbytes))
 
+    @contextmanager
+    def work(self, kind: str, name: str, device: torch.device) -> Iterator[None]:
+        """Around what the compute stream does, its waits included: an event of that kind, as in `interlace.events`."""
+        if not self.record:
+            yield
+            return
+        begin = now(device)
+        yield
+        self._work.append((kind, name, begin, now(device)))
+
     def cut(self) -> Record:
         """What happened since the last cut; its times can be read once the compute stream has come past."""
-        record = Record(tuple(self._stalls), tuple(self._transfers))
+        record = Record(tuple(self._stalls), tuple(self._transfers), tuple(self._work))
         self._stalls.clear()
         self._transfers.clear()
+        self._work.clear()
         return record
 
 
 @dataclass(frozen=True)
 class Record:
-    """The waits and transfers of a stretch of work, as moments."""
+    """The waits, transfers and work of a stretch of time, as moments."""
 
     stalls: tuple[tuple[str, str, Moment, Moment], ...]
     transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
+    work: tuple[tuple[str, str, Moment, Moment], ...] = ()
 
     def waited(self) -> dict[str, float]:
         """Seconds that this rank's compute stood still for a transfer, by axis."""
@@ -98,7 +111,11 @@ class Record:
             Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
             for axis, name, begin, end, nbytes in self.transfers
         ]
-        return waits + moves
+        done = [
+            Event(rank, "compute", kind, name, at + between(origin, begin), at + between(origin, end))
+            for kind, name, begin, end in self.work
+        ]
+        return done + waits + moves
 
 
 class Handle(Generic[T]):

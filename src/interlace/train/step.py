@@ -47,13 +47,16 @@ def forward_backward(
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
     losses = []
+    meter, device = model.group.meter, model.group.device
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
-            part, _ = model.run("loss", *batch.to(model.group.device), dropout_key=dropout_key)
+            with meter.work("compute", f"0F{number}", device):
+                part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key)
             labels = labels or int(counting.wait().sum())
             part = part / max(labels, 1)
-            part.backward()
+            with meter.work("compute", f"0B{number}", device):
+                part.backward()
             losses.append(part.detach().double())
     parts = torch.stack(losses)
     return parts if leaves else parts.sum(dim=0, keepdim=True), labels
@@ -104,4 +107,6 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, clip and update."""
     loss, labels = forward_backward(model, micro_batches, host, dropout_key, leaves)
-    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves), labels, loss.sum())
+    with model.group.meter.work("optimizer", "update", model.group.device):
+        total, norm = update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves)
+    return StepResult(total, norm, labels, loss.sum())
