@@ -20,9 +20,9 @@ from interlace.checkpoint import Reader
 from interlace.config import Config, loads
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, PeerLost, ResourceError
 from interlace.events import read_jsonl
-from interlace.report.ledger import SECOND, ledgers
 from interlace.models.decoder import Decoder
 from interlace.models.weights import load_hf
+from interlace.report.ledger import SECOND, ledgers
 from interlace.train import export, loop
 from interlace.train.data import Dataset
 
