@@ -77,18 +77,23 @@ def to_jsonl(events: Iterable[Event]) -> bytes:
 
 def read_jsonl(path: str | Path) -> list[Event]:
     """The events of a file, in file order; DataError with file and line for a line that is no event."""
-    events = []
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line.decode())
-            except ValueError as error:
-                cut = "" if line.endswith(b"\n") else ", and the line is cut off"
-                raise DataError(
-                    f"{where}: not a JSON object ({error}{cut}): remove or repair the line", file=str(path), line=number
-                ) from None
-            events.append(_event(record, where))
+        return from_jsonl(file, str(path))
+
+
+def from_jsonl(lines: Iterable[bytes], where: str) -> list[Event]:
+    """The same from lines."""
+    events = []
+    for number, line in enumerate(lines, 1):
+        here = f"{where}, line {number}"
+        try:
+            record = json.loads(line.decode())
+        except ValueError as error:
+            cut = "" if line.endswith(b"\n") else ", and the line is cut off"
+            raise DataError(
+                f"{here}: not a JSON object ({error}{cut}): remove or repair the line", file=where, line=number
+            ) from None
+        events.append(_event(record, here))
     return events
 
 

@@ -17,13 +17,11 @@ from interlace.report.ledger import (
     Account,
     Ledger,
     Row,
-    common,
     ledgers,
     median,
-    minus,
     step_number,
-    union,
 )
+from interlace.report.spans import common, minus, union
 
 
 def event(rank: int, lane: str, kind: str, begin: float, end: float, name: str = "x", **more: int) -> Event:
@@ -154,6 +152,43 @@ def test_pipeline() -> None:
         ]
     )
     assert rows(real[1]) == {"pipeline bubble": 2.75, "exposed transfer pp": 0.5, "compute": 0.25, "host gap": 0.5}
+
+
+def test_a_simulated_schedule() -> None:
+    """As `plan.simulate` writes it: bubbles and waits of its own, transfers on the sender's side alone."""
+    found = one(
+        [
+            event(0, "compute", "compute", 0, 2, "0F0"),
+            event(0, "comm.pp", "comm", 2, 2.5, "0SEND_F0"),
+            event(0, "compute", "bubble", 2, 6, "end of the step"),
+            event(1, "compute", "bubble", 0, 2, "1RECV_F0"),
+            event(1, "compute", "wait", 2, 2.5, "1RECV_F0"),
+            event(1, "compute", "compute", 2.5, 3.5, "1F0"),
+            event(1, "comm.dp", "comm", 3.5, 6, "1REDUCE"),
+            event(1, "compute", "wait", 3.5, 6, "end of the step"),
+        ]
+    )
+    assert rows(found[0]) == {"compute": 2, "pipeline bubble": 4}
+    assert rows(found[1]) == {
+        "pipeline bubble": 2, "exposed transfer pp": 0.5, "compute": 1, "exposed transfer dp": 2.5
+    }  # fmt: skip
+
+
+def test_both_ends_of_a_transfer_between_stages_are_matched() -> None:
+    found = one(
+        [
+            event(0, "comm.pp", "comm", 3, 4, "0SEND_F1"),
+            event(1, "comm.pp", "comm", 0, 4, "1RECV_F1"),
+            event(1, "compute", "wait", 0, 4, "1RECV_F1"),
+            event(1, "comm.pp", "comm", 6, 9, "1SEND_B1"),
+            event(0, "comm.pp", "comm", 7, 9, "0RECV_B1"),
+            event(0, "compute", "wait", 8, 9, "0RECV_B1"),
+        ]
+    )
+    assert found[1].rows == {
+        Row("bubble"): 3 * SECOND, Row("transfer", "pp"): SECOND, Row("host"): 5 * SECOND
+    }  # fmt: skip
+    assert found[0].seconds("transfer", "pp") == 1
 
 
 def test_receives_that_only_one_rank_saw_take_what_the_shortest_took() -> None:

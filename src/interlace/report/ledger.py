@@ -4,7 +4,7 @@ Equals a walk along a rank's step: at each moment it is in exactly one row, the 
 
     waiting, transfer   the compute stream stands still at a wait point (events of kind "wait")
     compute             anything computes; `contention` is the part by which it was slowed
-    optimizer, fused, unknown, data, save
+    optimizer, fused, unknown, data, save, bubble (where the schedule's own are recorded)
     transfer, waiting   a transfer is on its way and nothing else happens (where no wait points were recorded)
     other               copies to and from the host, fills
     bubble, host        nothing happens: in a schedule of several stages that was only computed its bubble, else the
@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 
 from interlace.events import Event
 from interlace.mesh import ORDER as AXES
+from interlace.report.spans import Spans, common, last, length, minus, overlap, union
 
 SECOND = 10**12  # picoseconds
 STEP = "step"  # the lane of events around all others
@@ -51,9 +52,9 @@ WORDS = {
 }
 NOISE = 1.02  # work that takes less than this times its time alone is not slowed
 Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
-Spans = list[tuple[int, int]]  # disjoint, in order, in picoseconds
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # stage, what, micro-batch
+END = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")  # one end of a transfer between stages
 WORK = {"compute", "optimizer", "fused", "unknown", "data", "save", "other", "bubble"}  # kinds that are their own row
 
 
@@ -184,18 +185,26 @@ def matched(transfers: Mapping[int, Sequence[Event]], groups: Groups) -> list[di
     """The same transfer as each rank saw it, for every one that at least two ranks saw.
 
     Transfers of an axis, by rank in order of time: the k-th of one name within one group.  "send X" and "recv X" are
-    two ends of one.
+    two ends of one, and so are "0SEND_F3" and "1RECV_F3", which the next stage receives.
     """
     found: dict[tuple[str, Sequence[int], str, int], dict[int, Event]] = {}
     for rank, own in transfers.items():
         count: Counter[tuple[str, str]] = Counter()
         for event in sorted(own, key=lambda event: (event.begin, event.end)):
             axis = axis_of(event)
-            name = re.sub(r"^(i?send|i?recv|receive)\b ?", "", event.name, flags=re.IGNORECASE)
+            name = _same_at_both_ends(event.name)
             group = next((tuple(group) for group in groups.get(axis, ()) if rank in group), ())
             found.setdefault((axis, group, name, count[axis, name]), {})[rank] = event
             count[axis, name] += 1
     return [each for each in found.values() if len(each) > 1]
+
+
+def _same_at_both_ends(name: str) -> str:
+    if end := END.fullmatch(name):
+        stage, verb, way, micro_batch = end.groups()
+        sent = {"F": 1, "B": -1}[way] if verb == "SEND" else 0
+        return f"{way}{micro_batch} to stage {int(stage) + sent}"
+    return re.sub(r"^(i?send|i?recv|receive)\b ?", "", name, flags=re.IGNORECASE)
 
 
 def shared(transfers: Mapping[int, Sequence[Event]], groups: Groups) -> dict[int, Share]:
@@ -220,7 +229,7 @@ def shared(transfers: Mapping[int, Sequence[Event]], groups: Groups) -> dict[int
 
 def _work(event: Event) -> str:
     """Its name without the micro-batch."""
-    return ACTION.sub(r"\1\2", event.name)
+    return END.sub(r"\1\2_\3", ACTION.sub(r"\1\2", event.name))
 
 
 def _is_pipe(event: Event) -> bool:
@@ -271,7 +280,7 @@ class _Rank:
         pieces: list[Piece] = []
         for event in events:
             if event.kind == "wait":
-                pieces += _wait_pieces(event, _waited_for(event, by_name[event.name]), shares)
+                pieces += _wait_pieces(event, _waited_for(event, by_name[event.name], transfers), shares)
             else:
                 pieces += self._pieces(event, shares)
         rows: Counter[Row] = Counter()
@@ -308,7 +317,7 @@ class _Rank:
         if event.kind == "compute":
             slow = self.slowed.get(id(event), [])
             return [(begin, end, (2, 0, Row("compute"), "")), *((b, e, (1, 0, Row("contention"), "")) for b, e in slow)]
-        place = {"optimizer": 3, "fused": 4, "unknown": 4, "data": 5, "save": 5, "other": 7, "bubble": 8}[event.kind]
+        place = {"optimizer": 3, "fused": 4, "unknown": 4, "data": 5, "save": 5, "bubble": 5, "other": 7}[event.kind]
         inner = KINDS.index(event.kind)
         return [(begin, end, (place, inner, Row(event.kind), event.name if event.kind == "unknown" else ""))]
 
@@ -317,17 +326,20 @@ def _waiting(event: Event, late: int | None) -> Row:
     return Row("bubble") if _is_pipe(event) else Row("waiting", axis_of(event), late)
 
 
-def _waited_for(wait: Event, transfers: Sequence[Event]) -> Event | None:
-    """Of the transfers of that name the one which ended with the wait."""
-    same = [event for event in transfers if event.begin <= wait.end]
+def _waited_for(wait: Event, named: Sequence[Event], transfers: Sequence[Event]) -> Event | None:
+    """The transfer of that name, else any under way, which ended with the wait."""
+    same = [event for event in named if event.begin <= wait.end] or [
+        event for event in transfers if event.begin < wait.end and event.end > wait.begin
+    ]
     return min(same, key=lambda event: abs(event.end - wait.end), default=None)
 
 
 def _wait_pieces(wait: Event, transfer: Event | None, shares: Mapping[int, Share]) -> list[Piece]:
     """A wait, in three parts: behind other transfers of its stream, for a late rank, and while the bytes moved."""
     begin, end = _span(wait)
-    if transfer is None:
-        return [(begin, end, (0, 0, Row("waiting", wait.lane.partition(".")[2]), wait.name))]
+    if transfer is None:  # of a receive the sender alone may hold the transfer
+        row = Row("transfer", "pp") if END.fullmatch(wait.name) else Row("waiting", wait.lane.partition(".")[2])
+        return [(begin, end, (0, 0, row, wait.name))]
     share = shares.get(id(transfer), Share(_length(transfer), None))
     starts, moves = _span(transfer)[0], _span(transfer)[1] - share.moving
     first, second = min(max(begin, starts), end), min(max(begin, starts, moves), end)
@@ -362,64 +374,6 @@ def _contention(events: Sequence[Event]) -> dict[int, Spans]:
             for event, work, together in found:
                 slowed[id(event)] = last(together, int(min(work - usual, length(together))))
     return slowed
-
-
-# --- spans -----------------------------------------------------------------------------------------------------------
-
-
-def union(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Disjoint and in order; touching ones are joined, empty ones left out."""
-    joined: list[list[int]] = []
-    for begin, end in sorted(span for span in spans if span[0] < span[1]):
-        if joined and begin <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([begin, end])
-    return [(begin, end) for begin, end in joined]
-
-
-def common(few: Spans, many: Spans) -> Spans:
-    """What lies in both; both are unions."""
-    found = []
-    ends = [end for _, end in many]
-    for begin, end in few:
-        i = bisect_right(ends, begin)
-        while i < len(many) and many[i][0] < end:
-            found.append((max(begin, many[i][0]), min(end, many[i][1])))
-            i += 1
-    return found
-
-
-def minus(spans: Spans, taken: Spans) -> Spans:
-    """What of `spans` is not in `taken`; both are unions."""
-    found = []
-    for begin, end in spans:
-        for low, high in common([(begin, end)], taken):
-            if begin < low:
-                found.append((begin, low))
-            begin = high
-        if begin < end:
-            found.append((begin, end))
-    return found
-
-
-def last(spans: Spans, ticks: int) -> Spans:
-    """The last `ticks` of spans."""
-    found: Spans = []
-    for begin, end in reversed(spans):
-        if ticks <= 0:
-            break
-        found.append((max(begin, end - ticks), end))
-        ticks -= end - begin
-    return found[::-1]
-
-
-def length(spans: Spans) -> int:
-    return sum(end - begin for begin, end in spans)
-
-
-def overlap(few: Spans, many: Spans) -> int:
-    return length(common(few, many))
 
 
 def _walk(pieces: Sequence[Piece], begin: int, end: int, idle: What) -> Iterable[Piece]:
