@@ -18,7 +18,8 @@ have moved before the last rank came, so it took what it took on the rank where 
 the others is waiting for that rank, which is named.  Along `pp` such waiting is the pipeline's bubble.
 
 Contention.  Work that ran both alone and beside transfers (one name, one number of FLOPs, one rank) took the median of
-its times alone; what it took longer beside a transfer, at most as long as they ran together, is contention.
+its times alone; what it took longer beside a transfer, at most as long as they ran together, is contention.  Work whose
+times alone differ is left out: the long ones meet more transfers, and would seem slowed by them.
 
 Tried and dropped: the median of each row over steps, for rows of a median step that do not add up; the account shown
 is that of a real step, the one of median length.
@@ -28,10 +29,11 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from interlace.events import Event
 from interlace.mesh import ORDER as AXES
@@ -39,6 +41,7 @@ from interlace.report.spans import Spans, common, last, length, minus, overlap, 
 
 SECOND = 10**12  # picoseconds
 STEP = "step"  # the lane of events around all others
+ALL = "all"  # the name of the only step of events that have none
 KINDS = (
     "compute", "contention", "fused", "transfer", "waiting", "bubble", "host", "optimizer", "data", "save", "other",
     "unknown",
@@ -51,6 +54,8 @@ WORDS = {
     "save": "checkpoint",
 }
 NOISE = 1.02  # work that takes less than this times its time alone is not slowed
+STEADY = 1.1  # between the quarters of its times alone; of work that varies more nobody knows what it takes
+OTHERS = -1  # as a late rank: several that are not named
 Groups = Mapping[str, Sequence[Sequence[int]]]  # axis -> its groups of ranks
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")  # stage, what, micro-batch
@@ -60,7 +65,7 @@ WORK = {"compute", "optimizer", "fused", "unknown", "data", "save", "other", "bu
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A kind of time; for a transfer its axis, for waiting also the rank that was late (None: not known)."""
+    """A kind of time; for a transfer its axis, for waiting also the rank that was late (None: not known, or OTHERS)."""
 
     kind: str
     axis: str = ""
@@ -72,12 +77,14 @@ class Row:
         if self.kind == "transfer":
             return f"exposed transfer{on}"
         if self.kind == "waiting":
-            return f"waiting{on} for rank {self.late}" if self.late is not None else f"waiting{on}"
+            late = "" if self.late is None else " for others" if self.late == OTHERS else f" for rank {self.late}"
+            return f"waiting{on}{late}"
         return WORDS.get(self.kind, self.kind)
 
     @property
     def order(self) -> tuple[int, tuple[int, str], int]:
-        return KINDS.index(self.kind), _axis_order(self.axis), -1 if self.late is None else self.late
+        late = -1 if self.late is None else sys.maxsize if self.late == OTHERS else self.late
+        return KINDS.index(self.kind), _axis_order(self.axis), late
 
 
 What = tuple[int, int, Row, str]  # precedence (the lowest first), precedence within it, row, name of the event
@@ -127,9 +134,22 @@ class Ledger:
         """Seconds of a row, over ranks."""
         return sum(account.rows.get(row, 0) for account in self.accounts) / len(self.accounts) / SECOND
 
-    def merged(self) -> Ledger:
-        """Without names of late ranks: two ledgers of different ranks have rows in common then."""
-        return Ledger(self.step, tuple(_without_late(account) for account in self.accounts))
+    def merged(self, most: int = 0) -> Ledger:
+        """With at most so many late ranks by name on an axis, those waited for longest, the others taken together.
+
+        With none, two ledgers of different ranks have their rows in common.
+        """
+        waited: Counter[Row] = Counter()
+        for account in self.accounts:
+            waited.update({row: n for row, n in account.rows.items() if row.late is not None})
+        kept: dict[str, list[Row]] = defaultdict(list)
+        for row, _ in waited.most_common():
+            kept[row.axis].append(row)
+        new = {
+            row: Row(row.kind, row.axis, OTHERS if most else None)
+            for rows in kept.values() if len(rows) > most for row in rows[max(most - 1, 0):]
+        }  # fmt: skip
+        return Ledger(self.step, tuple(_renamed(account, new) for account in self.accounts))
 
 
 def ledgers(events: Iterable[Event], groups: Groups | None = None) -> list[Ledger]:
@@ -367,9 +387,10 @@ def _contention(events: Sequence[Event]) -> dict[int, Spans]:
             alone[key].append(work)
     slowed: dict[int, Spans] = {}
     for key, found in beside.items():
-        if not alone[key]:
+        times = sorted(alone[key])
+        if not times or times[3 * len(times) // 4] > STEADY * times[len(times) // 4]:
             continue
-        usual = statistics.median(alone[key])
+        usual = statistics.median(times)
         if statistics.median(work for _, work, _ in found) > NOISE * usual:
             for event, work, together in found:
                 slowed[id(event)] = last(together, int(min(work - usual, length(together))))
@@ -411,17 +432,15 @@ def _windows(by_rank: Mapping[int, Sequence[Event]]) -> dict[str, dict[int, tupl
     if not steps and by_rank:
         everything = [_span(event) for own in by_rank.values() for event in own]
         whole = (min(begin for begin, _ in everything), max(end for _, end in everything))
-        windows["all"] = dict.fromkeys(by_rank, whole)
+        windows[ALL] = dict.fromkeys(by_rank, whole)
     return windows
 
 
-def _without_late(account: Account) -> Account:
+def _renamed(account: Account, new: Mapping[Row, Row]) -> Account:
     rows: Counter[Row] = Counter()
     for row, ticks in account.rows.items():
-        rows[Row(row.kind, row.axis)] += ticks
-    return Account(
-        account.rank, account.begin, account.span, rows, account.busy, account.hidden, account.total, account.names
-    )
+        rows[new.get(row, row)] += ticks
+    return replace(account, rows=rows)
 
 
 def _axis_order(axis: str) -> tuple[int, str]:

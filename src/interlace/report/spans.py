@@ -22,9 +22,8 @@ def union(spans: Iterable[tuple[int, int]]) -> Spans:
 def common(few: Spans, many: Spans) -> Spans:
     """What lies in both; both are unions."""
     found = []
-    ends = [end for _, end in many]
     for begin, end in few:
-        i = bisect_right(ends, begin)
+        i = bisect_right(many, begin, key=lambda span: span[1])  # the first that ends later
         while i < len(many) and many[i][0] < end:
             found.append((max(begin, many[i][0]), min(end, many[i][1])))
             i += 1

@@ -16,6 +16,7 @@ from interlace.report.kernels import short_name
 from interlace.report.ledger import SECOND, Account, Ledger, Row
 
 MOST_RANKS = 8  # with a column of their own
+MOST_LATE = 4  # waited for, by name, on an axis
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Table:
 
 def table(chosen: Ledger, everything: Sequence[Ledger] = ()) -> Table:
     """The ledger of one step, with the range of each row's mean over all steps where there are several."""
+    chosen, everything = chosen.merged(MOST_LATE), [ledger.merged(MOST_LATE) for ledger in everything]
     size, unit = _unit(chosen.seconds)
     accounts = chosen.accounts
     few = len(accounts) <= MOST_RANKS

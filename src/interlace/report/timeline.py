@@ -26,12 +26,13 @@ from interlace.report.svg import round_up, rule, text, words
 
 WIDTH, LEFT, RIGHT = 1180, 96, 1160  # of the picture and of its lanes
 MOST_RANKS = 32
+MOST_LATE = 4  # waited for, apart, in a bar
 MOST_STREAMS = 4  # of a rank's work; the rest share the last
 MOST_MARKS = 6000  # events with a mark of their own; the narrowest go into columns
 MOST_HINTS = 2500  # marks that say what they are under the pointer
 STYLE = """
 text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#59636e}
-.title{font-size:16px;font-weight:600;fill:#1f2328}.head{font-weight:600;fill:#1f2328}.small{font-size:10px}
+.title{font-size:16px;font-weight:600;fill:#1f2328}.head{font-weight:600;fill:#1f2328}.small{font-size:10px}.tiny{font-size:9px}
 .n{font-size:10px;fill:#fff;text-anchor:middle;pointer-events:none}.dark{fill:#16202b}
 .card{fill:#fff;stroke:#d1d9e0}.lane{fill:#f3f5f7}.grid{stroke:#d8dee4;stroke-width:1}
 .F{fill:#3f7fd4}.B{fill:#2f9456}.I{fill:#1d9ba1}.W{fill:#8cb52d}.pale{opacity:.66}
@@ -136,7 +137,7 @@ def _scene(scene: Scene, across: _Across, y: float) -> tuple[list[str], float]:
         for _, high, name, events in _lanes(by_rank[rank], tall):
             lanes.append(f'<rect class="lane" x="{LEFT}" y="{y:g}" width="{RIGHT - LEFT}" height="{high:g}"/>')
             if name:
-                lanes.append(words(LEFT - 6, y + high - 1, name, "small", "end"))
+                lanes.append(words(LEFT - 6, y + high - 1.5, name, "tiny", "end"))
             lanes += marks.draw(events, y, high)
             y += high + 1
         y += 4 if len(ranks) <= 16 else 2
@@ -169,7 +170,7 @@ def _lanes(events: Sequence[Event], tall: float) -> list[tuple[int, float, str, 
     if not found:
         found = [(0, tall, "", [])]
     order = sorted(moves, key=lambda axis: (AXES.index(axis) if axis in AXES else len(AXES), axis))
-    return found + [(1, 8.0, axis if len(axis) <= 9 else axis[:8] + "…", moves[axis]) for axis in order]
+    return found + [(1, 9.0, axis if len(axis) <= 9 else axis[:8] + "…", moves[axis]) for axis in order]
 
 
 class _Marks:
@@ -297,7 +298,7 @@ def _bars(scenes: Sequence[Scene], longest: float, y: float) -> tuple[list[str],
     y += 16
     for scene in scenes:
         assert scene.ledger is not None
-        accounts = scene.ledger.accounts[:MOST_RANKS]
+        accounts = scene.ledger.merged(MOST_LATE).accounts[:MOST_RANKS]
         high = 14 if len(accounts) <= 16 else 8
         if len(scenes) > 1:
             parts.append(words(20, y + 10, scene.title.split(":")[0], "small"))

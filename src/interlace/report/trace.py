@@ -27,7 +27,7 @@ from typing import Any, TypeGuard
 from interlace.errors import DataError
 from interlace.events import Event
 from interlace.report import kernels
-from interlace.report.ledger import STEP, matched
+from interlace.report.ledger import ALL, STEP, matched
 
 DEVICE = {"kernel": "kernel", "gpu_memcpy": "gpu_memcpy", "gpu_memset": "gpu_memset", "concurrent_kernel": "kernel",
           "memcpy": "gpu_memcpy", "memset": "gpu_memset"}  # fmt: skip
@@ -123,18 +123,8 @@ class _File:
             )
         self.device.sort(key=lambda entry: (entry["ts"], entry["ts"] + entry["dur"]))
         self.devices = sorted({_device(entry) for entry in self.device})
-        self.launched = {
-            entry["args"]["correlation"]: entry for entry in entries
-            if str(entry.get("cat")).lower() in LAUNCHES and _args(entry).get("correlation") is not None
-        }  # fmt: skip
-        self.operators = {
-            entry["args"]["External id"]: str(entry.get("name")) for entry in entries
-            if str(entry.get("cat")).lower() in OPERATORS and _args(entry).get("External id") is not None
-        }  # fmt: skip
-        self.shapes = {
-            entry["args"]["External id"]: entry["args"].get("Input Dims") for entry in entries
-            if _args(entry).get("External id") is not None and _args(entry).get("Input Dims")
-        }  # fmt: skip
+        self.launched = _by(entries, "correlation", LAUNCHES)
+        self.operators = _by(entries, "External id", OPERATORS)
         marks = [entry for entry in entries if "annotation" in str(entry.get("cat"))]
         self.updates = _joined(entry for entry in marks if str(entry.get("name")).startswith("Optimizer.step"))
         self.steps = [entry for entry in marks if re.fullmatch(r"ProfilerStep#\d+", str(entry.get("name")))]
@@ -155,9 +145,10 @@ class _File:
 
     def _event(self, entry: Mapping[str, Any], rank: int, origin: float, labels: _Axes) -> Event:
         args, name = _args(entry), str(entry.get("name"))
-        launch = self.launched.get(args.get("correlation"))
-        external = args.get("External id", _args(launch).get("External id") if launch else None)
-        operator = self.operators.get(external, "")
+        launch = self.launched.get(_number(args, "correlation"))
+        external = _number(args, "External id") or _number(_args(launch), "External id")
+        operated = self.operators.get(external)
+        operator = str(operated.get("name")) if operated else ""
         updates = launch is not None and _inside(launch["ts"], self.updates)
         category = DEVICE[str(entry["cat"]).lower()]
         kind = kernels.kind_of(name, category, args, operator, updates)
@@ -168,7 +159,7 @@ class _File:
             lane = "comm" + (f".{axis}" if (axis := labels.of(name, category, args, self.info)) else "")
             nbytes, name = _transfer(name, args)
         elif kind in ("compute", "optimizer"):
-            flops = _flops(operator, self.shapes.get(external))
+            flops = _flops(operator, _args(operated).get("Input Dims"))
             name = f"{name[:NAME_LENGTH]} {args['grid']}" if args.get("grid") else name[:NAME_LENGTH]
         return Event(rank, lane, kind, name[: NAME_LENGTH + 40], begin, end, nbytes, flops)
 
@@ -190,7 +181,7 @@ class _File:
                     begins[name] = min(each["ts"] for each in kernels_)
                     ends[name] = max(each["ts"] + each["dur"] for each in kernels_)
         if not begins:
-            begins, ends = {"all": own[0]["ts"]}, {"all": last}
+            begins, ends = {ALL: own[0]["ts"]}, {ALL: last}
         order = sorted(begins, key=lambda name: begins[name])
         found = []
         for name, following in zip(order, [*order[1:], None], strict=True):
@@ -200,7 +191,7 @@ class _File:
         return found
 
     def _launched_in(self, entry: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
-        launch = self.launched.get(_args(entry).get("correlation"))
+        launch = self.launched.get(_number(_args(entry), "correlation"))
         return launch is not None and bool(step["ts"] <= launch["ts"] < step["ts"] + step["dur"])
 
     def memory(self, origin: float) -> list[tuple[float, float]]:
@@ -412,6 +403,22 @@ def _list(ranks: Sequence[int]) -> str:
 def _args(entry: Mapping[str, Any] | None) -> Mapping[str, Any]:
     args = entry.get("args") if entry else None
     return args if isinstance(args, Mapping) else {}
+
+
+def _number(args: Mapping[str, Any], key: str) -> int | None:
+    value = args.get(key)
+    return value if _is_count(value) else None
+
+
+def _by(
+    entries: Iterable[Mapping[str, Any]], key: str, categories: Sequence[str]
+) -> dict[int | None, Mapping[str, Any]]:
+    """Entries of some categories by a number among their arguments; of several the first, which is the outermost."""
+    found: dict[int | None, Mapping[str, Any]] = {}
+    for entry in entries:
+        if str(entry.get("cat")).lower() in categories and (number := _number(_args(entry), key)) is not None:
+            found.setdefault(number, entry)
+    return found
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
