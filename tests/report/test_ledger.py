@@ -220,6 +220,22 @@ def test_work_is_slowed_by_what_it_takes_longer_beside_a_transfer() -> None:
     assert one(other_size)[0].seconds("contention") == 0.0
 
 
+def test_work_of_no_steady_length_is_not_called_slowed() -> None:
+    """The long ones meet more transfers, whatever made them long."""
+    events = [event(0, "s", "compute", 10 * n, 10 * n + long, "k") for n, long in enumerate((1, 2, 4, 1, 2, 4))]
+    events += [event(0, "s", "compute", 100, 108, "k"), event(0, "comm.dp", "comm", 100, 108)]
+    assert one(events)[0].seconds("contention") == 0
+    steady = [event(0, "s", "compute", 10 * n, 10 * n + long, "k") for n, long in enumerate((2, 2, 4, 1, 2, 2, 2, 2))]
+    assert one([*steady, *events[-2:]])[0].seconds("contention") == 6
+
+
+def test_standing_still_is_no_slow_work() -> None:
+    events = [event(0, "compute", "compute", 0, 2, "0F0"), event(0, "compute", "compute", 2, 7, "0F1")]
+    events += [event(0, "comm.dp", "comm", 2, 6, "gather"), event(0, "compute", "wait", 3, 6, "gather")]
+    account = one(events)[0]
+    assert rows(account) == {"compute": 4, "exposed transfer dp": 3}
+
+
 def test_micro_batches_of_a_stage_are_one_work() -> None:
     events = [event(0, "compute", "compute", at, at + 1, f"0F{at}") for at in range(3)]
     events += [event(0, "compute", "compute", 3, 4.5, "0F3"), event(0, "comm.dp", "comm", 3, 4.5, "gather")]

@@ -152,6 +152,29 @@ def test_ends_between_two_ranks_are_matched_by_who_sends_to_whom() -> None:
     assert rows(accounts(found)[1]) == {"pipeline bubble": 10, "exposed transfer pp": 4, "compute": 6}
 
 
+def test_sends_of_one_size_to_different_ranks_are_told_apart() -> None:
+    """Rank 1 first hears from rank 2 and then sends to rank 0; by order alone these two would be taken for one."""
+    group = {"Process Group Ranks": "[0, 1, 2]", "Process Group Description": "mesh_pp"}
+    up, down = group | {"Src Rank": 2, "Dst Rank": 1}, group | {"Src Rank": 1, "Dst Rank": 0}
+    found = read_all(
+        ranked(0, collective(0, 30, "recv", "5", **down), world=3),
+        ranked(1, collective(0, 10, "recv", "5", **up), collective(20, 10, "send", "5", **down), world=3),
+        ranked(2, collective(7, 3, "send", "5", **up), kernel(GEMM, 10, 20), world=3),
+    )
+    assert rows(accounts(found)[0]) == {"pipeline bubble": 20, "exposed transfer pp": 10}
+    assert rows(accounts(found)[1]) == {"pipeline bubble": 7, "exposed transfer pp": 13, "host gap": 10}
+
+
+def test_files_that_count_from_different_moments() -> None:
+    second = 1_000_000_000
+    found = read_all(
+        ranked(0, kernel(GEMM, 1_000_000, 10), baseTimeNanoseconds=1_700_000_000 * second),
+        ranked(1, kernel(GEMM, 4, 10), baseTimeNanoseconds=1_700_000_001 * second),
+    )
+    begins = [event.begin for event in found.events if event.lane != "step"]
+    assert begins == pytest.approx([0, 4e-6], abs=1e-12)
+
+
 def test_ranks_that_share_nothing_keep_their_clocks() -> None:
     found = read_all(ranked(0, kernel(GEMM, 0, 10)), ranked(1, kernel(GEMM, 3, 10)))
     assert "rank 1 shares no transfer with rank 0: its clock is as recorded" in found.notes

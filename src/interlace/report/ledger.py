@@ -393,7 +393,7 @@ def _contention(events: Sequence[Event]) -> dict[int, Spans]:
         usual = statistics.median(times)
         if statistics.median(work for _, work, _ in found) > NOISE * usual:
             for event, work, together in found:
-                slowed[id(event)] = last(together, int(min(work - usual, length(together))))
+                slowed[id(event)] = last(together, int(work - usual))
     return slowed
 
 
