@@ -28,6 +28,7 @@ WIDTH, LEFT, RIGHT = 1180, 96, 1160  # of the picture and of its lanes
 MOST_RANKS = 32
 MOST_LATE = 4  # waited for, apart, in a bar
 MOST_STREAMS = 4  # of a rank's work; the rest share the last
+MOST_LANES = 48  # with columns of one pixel
 MOST_MARKS = 6000  # events with a mark of their own; the narrowest go into columns
 MOST_HINTS = 2500  # marks that say what they are under the pointer
 STYLE = """
@@ -181,6 +182,8 @@ class _Marks:
         self.pixels = (RIGHT - LEFT) / across.length
         widths = sorted((event.seconds * self.pixels for event in events), reverse=True)
         enough = widths[MOST_MARKS] if len(widths) > MOST_MARKS else 0.0
+        lanes = len({(event.rank, event.lane) for event in events})
+        self.column = 1 if lanes <= MOST_LANES else 2 if lanes <= 2 * MOST_LANES else 4  # pixels
         self.least = max(1.0, math.nextafter(enough, math.inf))
         stages = {
             (event.rank, int(action[1])) for event in events
@@ -226,12 +229,13 @@ class _Marks:
         return kind
 
     def _columns(self, events: Sequence[Event], y: float, high: float) -> list[str]:
-        """A column a pixel wide for each pixel that something fills, as high as its share, in the colour of most."""
+        """A column for each pixel (of very many lanes, few pixels) that something fills, as high as its share, in the
+        colour of most."""
         filled: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for event in events:
-            begin, end = self.across(event.begin) - LEFT, self.across(event.end) - LEFT
+            begin, end = ((self.across(moment) - LEFT) / self.column for moment in (event.begin, event.end))
             kind = self._class(event)
-            for column in range(int(begin), min(int(end), RIGHT - LEFT - 1) + 1):
+            for column in range(int(begin), min(int(end), (RIGHT - LEFT) // self.column - 1) + 1):
                 filled[column][kind] += max(0.0, min(end, column + 1) - max(begin, column))
         runs: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # kind -> first, one past the last, eighths
         for column in sorted(filled):
@@ -248,7 +252,8 @@ class _Marks:
         drawn = []
         for kind, some in runs.items():
             boxes = "".join(
-                f"M{LEFT + first} {y + high:g}v{-high * n / 8:.3g}h{last - first}v{high * n / 8:.3g}z"
+                f"M{LEFT + first * self.column} {y + high:g}v{-high * n / 8:.3g}"
+                f"h{(last - first) * self.column}v{high * n / 8:.3g}z"
                 for first, last, n in some
             )
             drawn.append(f'<path class="{kind}" d="{boxes}"/>')
