@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 COLLECTIVE = ("Collective name",)
@@ -75,17 +76,25 @@ def kind_of(name: str, category: str, args: Mapping[str, Any], operator: str = "
         return "comm" if is_peer_copy(name, args) else "other"
     if "memset" in category:
         return "other"
+    kind = _named(name)
+    if kind == "unknown" and operator:
+        kind = "compute" if _COMPUTES.match(operator) else "comm" if _COMMUNICATES.match(operator) else kind
+    return "optimizer" if kind == "compute" and in_optimizer else kind
+
+
+@lru_cache(maxsize=10_000)
+def _named(name: str) -> str:
+    """The kind that the registry, or the name itself, says."""
     if name in REGISTRY:
         return REGISTRY[name]
     if _is_fused(name):
         return "fused"
     if _LIBRARY.search(name) or SYMMETRIC.search(name) or _VERB.search(name):
         return "comm"
-    if _ARITHMETIC.search(name) or (operator and _COMPUTES.match(operator)):
-        return "optimizer" if in_optimizer else "compute"
-    return "comm" if operator and _COMMUNICATES.match(operator) else "unknown"
+    return "compute" if _ARITHMETIC.search(name) else "unknown"
 
 
+@lru_cache(maxsize=10_000)
 def _is_fused(name: str) -> bool:
     return bool(_PRODUCT.search(name) and (_VERB.search(name) or _SHORT_VERB.search(name)))
 
@@ -103,6 +112,7 @@ def axis_name(description: str) -> str:
     return description.removeprefix("mesh_") if description.startswith("mesh_") else ""
 
 
+@lru_cache(maxsize=10_000)
 def short_name(name: str) -> str:
     """Without a C++ name's return type, template arguments and parameters."""
     plain = re.sub(r"\(anonymous namespace\)::", "", name)

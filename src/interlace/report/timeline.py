@@ -149,7 +149,8 @@ def _scene(scene: Scene, across: _Across, y: float) -> tuple[list[str], float]:
         x = across(across.begin + tick)
         grid.append(rule("grid", x, top, x, y))
         last = tick + gap > across.length
-        grid.append(words(x, y + 13, f"{tick / size:g}{f' {unit}' if last else ''}", "small", "middle"))
+        label = f"{tick / size:g}{f' {unit}' if last else ''}"
+        grid.append(words(x, y + 13, label, "small", "end" if x > RIGHT - 20 else "middle"))
     parts += [*grid, *lanes]
     y += 24
     if any(scene.memory.get(rank) for rank in ranks):

@@ -87,7 +87,7 @@ def from_traces(traces: Sequence[tuple[str, Mapping[str, Any]]]) -> Traced:
             file.offset = (file.base - min(other.base for other in files)) / 1e3
     origin = min(file.device[0]["ts"] + file.offset for file in files)
     found = Traced([])
-    labels = _Axes(ranks if len(files) > 1 else [])
+    labels = _Axes()
     for file, rank in zip(files, ranks, strict=True):
         found.events += file.events(rank, origin, labels)
         if points := file.memory(origin):
@@ -202,15 +202,23 @@ class _File:
 class _Axes:
     """Names of process groups: the axis that a group's description speaks of, told apart where two would be one."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
+    def __init__(self) -> None:
         self.members: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+        self.known: dict[tuple[Any, ...], str] = {}
         self.nameless = 0
 
     def groups(self) -> dict[str, list[tuple[int, ...]]]:
         return {axis: sorted(members) for axis, members in self.members.items()}
 
     def of(self, name: str, category: str, args: Mapping[str, Any], info: Mapping[str, Any]) -> str:
+        said = [str(args.get(key)) for key in kernels.GROUP]
+        key = (id(info), category, name if said == ["None"] * len(said) else "", *said)
+        if key not in self.known:
+            self.known[key] = self._named(name, category, args, info)
+        self.nameless += not self.known[key]
+        return self.known[key]
+
+    def _named(self, name: str, category: str, args: Mapping[str, Any], info: Mapping[str, Any]) -> str:
         group, ranks, description = _group(args, info)
         if group is None and not ranks:
             if category != "kernel":
@@ -219,7 +227,6 @@ class _Axes:
             if kernels.SYMMETRIC.search(name):
                 return "symmetric"
             if len(large) != 1:
-                self.nameless += 1
                 return ""
             ranks, description = _numbers(large[0].get("ranks")), str(large[0].get("pg_desc", ""))
             group = str(large[0].get("pg_name", ""))
