@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runs
 from interlace.events import Event, read_chrome, write_chrome, write_jsonl
-from interlace.report.ledger import Ledger, Row, ledgers
+from interlace.report.ledger import SECOND, Ledger, Row, ledgers
+from interlace.report.source import Source
 from interlace.report.table import differences, table
 from test_cli import interlace, sentence
 from traces import GEMM, collective, kernel, ranked, trace
@@ -224,6 +228,25 @@ def test_each_fault_is_one_sentence(
 def test_a_place_that_cannot_be_written(run: Path) -> None:
     line = sentence(interlace("report", str(run), "--out", "no/such/folder.html"), 7)
     assert "cannot write no/such/folder.html" in line
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_rank_is_named(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 makes its batches 80 ms late: the other waits so long for it, under every plan, and it for no one."""
+    late = 0.08
+    plans = {"zero0": "dp=2", "zero3": "dp=2 zero=3 micro_batches=2"}
+    cfgs = {name: runs.config(tmp_path, plan, out=name) for name, plan in plans.items()}
+    jobs = [{"config": cfg.to_toml()} for cfg in cfgs.values()]
+    run_ranks("rank_functions_train:late_data", 2, {"jobs": jobs, "seconds": late})
+    for name in cfgs:
+        steps = [ledger.accounts for ledger in Source.open([tmp_path / name]).ledgers()]
+        named = [sum(n for row, n in early.rows.items() if row.late == 1) / SECOND for early, _ in steps]
+        assert 0.6 * late < statistics.median(named) < 2 * late, (name, named)
+        assert statistics.median(tardy.seconds("waiting") for _, tardy in steps) < 0.5 * late
+        assert statistics.median(tardy.seconds("data") for _, tardy in steps) > 0.9 * late
+        assert statistics.median(early.seconds("host") for early, _ in steps) < 0.3 * late
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

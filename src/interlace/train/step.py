@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.collectives import Group, all_gather, sum_scalars
+from interlace.collectives.handle import now
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
 from interlace.train.data import IGNORED, Batch
@@ -44,16 +45,22 @@ def forward_backward(
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches)
+    meter, device = model.group.meter, model.group.device
+    began = now(device)
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
     losses = []
-    meter, device = model.group.meter, model.group.device
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
             with meter.work("compute", f"0F{number}", device):
                 part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key)
-            labels = labels or int(counting.wait().sum())
+            if number == 0:
+                stood = now(device)
+                labels = int(counting.wait().sum())
+                if host.size > 1:
+                    meter.stalled("world", "count of labels", stood, now(device))
+                    meter.transferred("world", "count of labels", began, now(device), 0)
             part = part / max(labels, 1)
             with meter.work("compute", f"0B{number}", device):
                 part.backward()
