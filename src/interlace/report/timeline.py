@@ -40,7 +40,7 @@ text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fil
 .compute{fill:#7a94b8}.contention{fill:#c2557a}.optimizer{fill:#8f62cc}.data{fill:#b3895a}.save{fill:#8a7a66}
 .fused{fill:#5d6fd6}.unknown{fill:#d63aa8}.other{fill:#9aa4af}.wait,.waiting{fill:#df4b41}.bubble{fill:#d9dfe5}
 .host{fill:#eceff2;stroke:#c4ccd4;stroke-width:.5}
-.tp{fill:#e0a11b}.cp{fill:#d97fb4}.dp{fill:#e2762b}.pp{fill:#a67fe0}.ep{fill:#2aa7bd}.axis{fill:#a8845c}
+.tp{fill:#e0a11b}.cp{fill:#d97fb4}.dp{fill:#e2762b}.pp{fill:#a67fe0}.ep{fill:#2aa7bd}.axis{fill:#66788a}
 .memory{fill:none;stroke:#3f7fd4;stroke-width:1.5;stroke-linejoin:round}
 @media (prefers-color-scheme:dark){
 text{fill:#9198a1}.title,.head{fill:#f0f6fc}.n{fill:#fff}.dark{fill:#10161d}
