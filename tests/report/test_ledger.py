@@ -101,6 +101,17 @@ def test_the_kth_of_a_name_is_the_same_one_everywhere() -> None:
     assert rows(found[0]) == {"waiting dp for rank 1": 1 + 3, "exposed transfer dp": 1 + 2 + 1, "host gap": 2}
 
 
+def test_a_rank_that_recorded_fewer_is_laid_where_it_fits() -> None:
+    """Rank 1's record begins with the third; its clock is 100 s ahead."""
+    ends, lengths = [3.0, 7.0, 9.0, 16.0, 18.0], [1.0, 2.0, 1.5, 4.0, 1.0]
+    events = [event(0, "comm.dp", "comm", end - long, end) for end, long in zip(ends, lengths, strict=True)]
+    events += [event(1, "comm.dp", "comm", 100 + end - 0.5, 100 + end) for end in ends[2:]]
+    events += [event(rank, "step", "compute", 100 * rank, 100 * rank + 20, "step 1") for rank in (0, 1)]
+    assert rows(one(events)[0])["waiting dp for rank 1"] == 1.0 + 3.5 + 0.5
+    alone = [events[1], event(1, "comm.dp", "comm", 6.5, 7.0), *events[:1]]
+    assert rows(one(alone)[0])["waiting dp for rank 1"] == 1.5
+
+
 def test_waits_inside_work_are_cut_out_of_it_and_split_by_their_transfer() -> None:
     """As a run records them: a forward pass that stands still from 3 to 8 for a gather its peer joined at 6."""
     found = one(

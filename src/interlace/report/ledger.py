@@ -204,19 +204,39 @@ def axis_of(event: Event) -> str:
 def matched(transfers: Mapping[int, Sequence[Event]], groups: Groups) -> list[dict[int, Event]]:
     """The same transfer as each rank saw it, for every one that at least two ranks saw.
 
-    Transfers of an axis, by rank in order of time: the k-th of one name within one group.  "send X" and "recv X" are
-    two ends of one, and so are "0SEND_F3" and "1RECV_F3", which the next stage receives.
+    Of an axis, the k-th of one name within one group, in order of time.  "send X" and "recv X" are two ends of one, and
+    so are "0SEND_F3" and "1RECV_F3", which the next stage receives.  A rank that recorded fewer is laid where the ends
+    of its transfers fit best.
     """
-    found: dict[tuple[str, Sequence[int], str, int], dict[int, Event]] = {}
+    found: dict[tuple[str, Sequence[int], str], dict[int, list[Event]]] = defaultdict(dict)
     for rank, own in transfers.items():
-        count: Counter[tuple[str, str]] = Counter()
         for event in sorted(own, key=lambda event: (event.begin, event.end)):
             axis = axis_of(event)
-            name = _same_at_both_ends(event.name)
             group = next((tuple(group) for group in groups.get(axis, ()) if rank in group), ())
-            found.setdefault((axis, group, name, count[axis, name]), {})[rank] = event
-            count[axis, name] += 1
-    return [each for each in found.values() if len(each) > 1]
+            found[axis, group, _same_at_both_ends(event.name)].setdefault(rank, []).append(event)
+    same: list[dict[int, Event]] = []
+    for by_rank in found.values():
+        longest = max(by_rank.values(), key=len)
+        each: list[dict[int, Event]] = [{} for _ in longest]
+        for rank, own in by_rank.items():
+            first = _place(own, longest)
+            for i, event in enumerate(own):
+                each[first + i][rank] = event
+        same += each
+    return [each for each in same if len(each) > 1]
+
+
+def _place(few: Sequence[Event], many: Sequence[Event]) -> int:
+    """Which of `many` is the first of `few`: there the distances between their ends vary least."""
+    if len(few) == len(many):
+        return 0
+    chosen = range(0, len(few), max(1, len(few) // 64))
+
+    def misfit(first: int) -> float:
+        apart = [many[first + i].end - few[i].end for i in chosen]
+        return max(apart) - min(apart) if len(apart) > 1 else abs(apart[0])
+
+    return min(range(len(many) - len(few) + 1), key=misfit)
 
 
 def _same_at_both_ends(name: str) -> str:
