@@ -489,7 +489,8 @@ def mixed_precision(world: World) -> None:
             return x
 
     for zero in range(4):
-        reference, model = seeded(0, Net), DataParallel(seeded(0, Net), group, zero=zero, compute_dtype=torch.bfloat16)
+        how = {"zero": zero, "transport": "copy" if zero % 2 else "auto", "compute_dtype": torch.bfloat16}
+        reference, model = seeded(0, Net), DataParallel(seeded(0, Net), group, **how)
         ours, theirs = (Descent(m.parameters(), lr=0.5) for m in (model, reference))
         for step in range(3):
             parts = []
@@ -510,6 +511,29 @@ def mixed_precision(world: World) -> None:
             ours.zero_grad()
         assert all(leaf.dtype == torch.float32 for leaf in model.parameters())
         check(different(model.whole_parameters(), weights(reference), 1e-6), zero)
+
+
+def narrow_wire(world: World) -> list[list[int]]:
+    """256 and 1, 1, ... of one pass on each rank: their sum in fp32 under every stage, and the bytes of reductions when
+    the first of two passes is reduced with the second, then when one is reduced alone."""
+    group, found = whole_group(world), []
+    value = torch.tensor(256.0 if group.rank == 0 else 1.0)
+    for zero in range(4):
+        how = {"zero": zero, "transport": "copy" if zero > 1 else "auto", "compute_dtype": torch.bfloat16}
+        model = DataParallel(Scalar(torch.float32), group, gradients="sum", **how)
+        row = []
+        for passes in (2, 1, 2):
+            group.meter.reset_counts()
+            for number in range(passes):
+                with model.no_sync() if number < passes - 1 else nullcontext():
+                    model(value).backward()
+            row.append(group.meter.sent["reduce_scatter", "dp"])
+            (gradient,) = [gradient for _, gradient in model.whole_gradients()]
+            assert gradient.item() == passes * (256 + group.size - 1), (zero, passes, gradient)
+            for leaf in model.leaves():
+                leaf.grad = None
+        found.append(row)
+    return found
 
 
 def wire(world: World) -> list[int]:

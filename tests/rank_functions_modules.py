@@ -291,7 +291,7 @@ def wrong_use(world: World) -> dict[str, str]:
     attempt("half", lambda: made(zero=1).half())
     attempt("meta", lambda: DataParallel(nn.Linear(2, 2, device="meta"), group))
     attempt("mesh", lambda: interlace.parallelize(nn.Linear(2, 2), f"dp={world.size + 1}"))
-    attempt("axis", lambda: interlace.parallelize(nn.Linear(2, 2), f"tp={world.size}"))
+    attempt("axis", lambda: interlace.parallelize(nn.Linear(2, 2), f"pp={world.size}"))
     attempt("role", lambda: interlace.parallelize(nn.Linear(2, 2), roles={"wieght": spec.Role.NORM}))
     model = made(zero=3)
     state = model.state_dict()

@@ -15,7 +15,8 @@ import torch
 
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
-from interlace.parallel import data, flat
+from interlace.layout import split
+from interlace.parallel import data, flat, tensor
 from interlace.parallel import norm as norms
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
@@ -25,6 +26,13 @@ from interlace.world import World
 def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """`loop.run` for each job in turn."""
     return [loop.run(world, **job) for job in jobs]
+
+
+def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """`train_all` with blocks traced by torch.compile, forward and backward, and run as traced."""
+    traced = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", traced):
+        return train_all(world, jobs)
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,8 +87,9 @@ def norms_of_ones(world: World, configs: list[str]) -> list[list[float]]:
         for place in model.placements(owned=False):
             assert place.leaf.grad is not None
             place.leaf.grad[place.leaf_start : place.leaf_stop] = 1.0
-        norm = sum_scalars(model.square_sum(), [model.group])[0].sqrt()
-        norms.scale(model.leaves(), norm, norm.item() / 2)
+        norm = sum_scalars(model.square_sum(), model.axes)[0].sqrt()
+        gradients = [leaf.grad for leaf in model.leaves() if leaf.grad is not None]
+        norms.scale(gradients, norms.factor(norm, norm.item() / 2))
         found.append([norm.item(), max(leaf.grad.max().item() for leaf in model.leaves() if leaf.grad is not None)])
     return found
 
@@ -103,7 +112,8 @@ def sent_by_axis(world: World, configs: list[str]) -> list[dict[str, int]]:
         session = sessions.build(world, loads(config))
         for _ in range(2):
             session.meter.reset_counts()
-            step.train_step(session.model, session.optimizer, session.batches(), session.groups.host)
+            batches, leaves = session.batches(), session.leaves
+            step.train_step(session.model, session.optimizer, batches, session.groups.host, leaves=leaves)
         sent: dict[str, int] = {}
         for (_, axis), nbytes in session.meter.sent.items():
             sent[axis] = sent.get(axis, 0) + nbytes
@@ -180,10 +190,7 @@ def left_out(rank: int) -> Any:
 def own_buffers(rank: int) -> Any:
     """(c) zero=3 keeps every unit, each in a buffer of its own."""
 
-    def assign_slots(flats: Any, positions: Any, distance: int, share: bool) -> Any:
-        return flat.assign_slots(flats, positions, distance, share=False)
-
-    return mock.patch.object(data, "assign_slots", assign_slots)
+    return mock.patch.object(data, "choose_slots", lambda flats, places, distance: flat.choose_slots(flats, places, 0))
 
 
 @contextlib.contextmanager
@@ -212,7 +219,7 @@ def mean_of_means(rank: int) -> Any:
 
 def stale_weights(rank: int) -> Any:
     """(e) Weights are not gathered again after an update."""
-    return mock.patch.object(data.DataParallel, "_drop_stale")
+    return mock.patch.object(flat.Flat, "forget")
 
 
 def drifting_replica(rank: int) -> Any:
@@ -231,7 +238,7 @@ def rotated(rank: int) -> Any:
     plain = ordered.add_in_order
 
     def add_in_order(parts: Any, accumulator: torch.Tensor, first: bool) -> torch.Tensor:
-        return plain([*parts[1:], parts[0]], accumulator, first)
+        return plain(parts.roll(-1, 0), accumulator, first)
 
     return mock.patch.object(ordered, "add_in_order", add_in_order)
 
@@ -239,6 +246,54 @@ def rotated(rank: int) -> Any:
 def replicas_apart(rank: int) -> Any:
     """(h) The groups of hybrid sharding do not add their gradients up."""
     return mock.patch.object(flat, "then", lambda first, *rest: first)
+
+
+def unpaid(rank: int) -> Any:
+    """(i) What is owed over the tensor axis is not added up."""
+    return mock.patch.object(flat.Flat, "pay", lambda self, reduced, compare=False: reduced)
+
+
+def paid_twice(rank: int) -> Any:
+    """(j) It is added up twice."""
+    plain = flat.Flat.pay
+
+    def pay(self: flat.Flat, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
+        once = plain(self, reduced, compare)
+        once.wait()
+        return plain(self, once)
+
+    return mock.patch.object(flat.Flat, "pay", pay)
+
+
+def replicas_unpaid(rank: int) -> Any:
+    """(k) Ranks that hold the same key and value heads keep their own gradients."""
+    plain = flat.Flat._owed
+
+    def owed(self: flat.Flat) -> Any:
+        return (pair for pair in plain(self) if not any(".k." in m.name or ".v." in m.name for m in pair[0]))
+
+    return mock.patch.object(flat.Flat, "_owed", owed)
+
+
+def bias_on_every_rank(rank: int) -> Any:
+    """(l) A row product's bias is in every rank's part of the sum."""
+    plain = tensor.Row.forward
+
+    def forward(self: tensor.Row, x: torch.Tensor) -> torch.Tensor:
+        made = plain(self, x)
+        return made if self.bias is None else made + (self.axis.group.size - 1) * self.bias
+
+    return mock.patch.object(tensor.Row, "forward", forward)
+
+
+def masks_of_the_first_rows(rank: int) -> Any:
+    """(m) Every rank draws dropout masks as if its rows were the first."""
+
+    def rows(self: tensor.Axis, count: int) -> tuple[int, int]:
+        start, stop = split(count, self.group.size, self.group.rank)
+        return 0, stop - start
+
+    return mock.patch.object(tensor.Axis, "rows", rows)
 
 
 FAULTS = {
@@ -253,5 +308,10 @@ FAULTS = {
         drifting_replica,
         rotated,
         replicas_apart,
+        unpaid,
+        paid_twice,
+        replicas_unpaid,
+        bias_on_every_rank,
+        masks_of_the_first_rows,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

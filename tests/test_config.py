@@ -81,6 +81,7 @@ plans = st.builds(
     micro_batch_size=count,
     recompute=st.sampled_from(["none", "selective", "full"]),
     overlap=st.sampled_from(["on", "off"]),
+    transport=st.sampled_from(["auto", "library", "copy"]),
 )
 configs = st.builds(
     Config,

@@ -40,6 +40,19 @@ def test_own_module_learns_alone_and_under_torchrun() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", ["tensor_llama", "tensor_latent"])
+def test_a_module_split_by_roles_trains_as_alone(name: str) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    alone, split = (
+        [[float(n) for n in re.findall(r"[\d.]+", line)] for line in run(*command).splitlines()]
+        for command in ((f"examples/{name}.py",), (*launcher, f"examples/{name}.py"))
+    )
+    assert len(alone) == 5
+    for row, expected in zip(split, alone, strict=True):
+        assert row == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.ranks
 def test_run_file(tmp_path: Path) -> None:
     settings = ("--set", f"run.out={tmp_path / 'own'}", "--set", "train.steps=2")
     run("-m", "interlace", "train", "examples/run.toml", *settings)

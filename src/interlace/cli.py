@@ -2,6 +2,7 @@
 
     interlace train [RUN.toml] [--parallel "dp=4 zero=3"] [--set train.steps=50 ...] [--resume auto|DIR]
     interlace verify [RUN.toml] --parallel "dp=4 zero=3" [--steps N] [--exact]
+    interlace verify [RUN.toml] --sweep N [--seed S]
     interlace data [RUN.toml] --steps A:B
     interlace export RUN FOLDER
     interlace generate RUN --prompt "..."
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from interlace.world import Place
 
 MOST_STEPS = 1 << 40
-AXES = ("dp", "shard")  # the axes that can be executed
+AXES = ("dp", "shard", "tp")  # the axes that can be executed
 
 app = typer.Typer(
     add_completion=False,
@@ -109,6 +110,8 @@ def verify(
     parallel: Parallel = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare; at least 2 are made.")] = 3,
     exact: Annotated[bool, typer.Option("--exact", help='The same bits, as run.reproducible = "plan" gives.')] = False,
+    sweep: Annotated[int, typer.Option(min=0, metavar="N", help="N plans of up to 8 ranks, drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Which plans --sweep draws.")] = 0,
     set_: Set = [],  # noqa: B006
     device: Device = "cpu",
     debug: Debug = False,
@@ -119,7 +122,12 @@ def verify(
         from interlace.config import load
         from interlace.train import verify as proof
 
+        if sweep and (parallel or exact):
+            other = "--parallel" if parallel else "--exact"
+            raise errors.ConfigError(f"--sweep draws its own plans and compares numbers; leave {other} out.")
         cfg = load(run or None, set_, parallel or None, preset="tiny")
+        if sweep:
+            return _sweep(proof.checked(cfg), sweep, seed, max(steps, 2), device)
         cfg = proof.fixed(cfg) if exact else proof.checked(cfg)
         where = _device(device, cfg.plan.world)
         _check(cfg, where)
@@ -139,6 +147,22 @@ def verify(
             raise typer.Exit(errors.NumericsError.exit_code)
 
     _guarded(work, debug)
+
+
+def _sweep(cfg: Config, count: int, seed: int, steps: int, device: str) -> None:
+    from interlace.plan import fit
+    from interlace.train import verify as proof
+
+    plans = fit.random_plans(cfg, count, seed, available_axes=AXES)
+    for plan in plans:
+        _check(replace(cfg, plan=plan), device)
+    wrong = 0
+    for report in proof.sweep(cfg, plans, steps, device):
+        wrong += not report.passed
+        print(proof.verdict(report), flush=True)
+    print(f"verify: {len(plans) - wrong} of {len(plans)} plans drawn with --seed {seed} equal one process")
+    if wrong:
+        raise typer.Exit(errors.NumericsError.exit_code)
 
 
 @app.command()

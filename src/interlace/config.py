@@ -57,7 +57,7 @@ class ParallelPlan(Section):
 
     `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
     `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
-    may be a CSV file.
+    may be a CSV file.  `sequence` splits what lies between the products over `tp` too: norms, residual, dropout.
     """
 
     _place: ClassVar[str] = ""
@@ -76,6 +76,8 @@ class ParallelPlan(Section):
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
     overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+    transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
+    sequence: Annotated[str, OneOf(("on", "off"))] = "on"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO
 from interlace.errors import DataError, nearest
 
 KINDS = ("compute", "comm", "wait", "optimizer", "data", "save", "bubble", "fused", "other", "unknown")
+BESIDE = "beside transfers"  # the name of own work on the side stream for which the compute stream stood still
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Role(StrEnum):
     ROUTER = "router"  # whole on every rank
     EXPERT = "expert"  # stacked experts: first dimension over ep, F over tp
     REPLICATED = "replicated"  # whole on every rank, for roles given to a user's own module
+    SPLIT = "split"  # of a user's module: all inside works on split heads or features, whole parameters see a part
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Parameter:
     """One tensor: its name in the built model, shape, and what each dimension is in the letters of layouts.
 
     unit: the module that is gathered with it ("embedding", "blocks.3", "head").  decay: weight decay applies.
-    init: "normal" of `init_std`, "ones" or "zeros".  tied_to: a second name of the same tensor.
+    init: "normal" of `init_std`, "ones" or "zeros".  tied_to: a second name of the same tensor.  chunk: rows (of a
+    column-split parameter) or columns (of a row-split one) that the tensor axis keeps together: a head.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Parameter:
     init: str
     init_std: float = 0.0
     tied_to: str | None = None
+    chunk: int = 1
 
     @property
     def numel(self) -> int:
@@ -129,11 +132,13 @@ def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
 
     yield from _norm(f"{unit}.attention_norm", D, "D", unit, bias=layernorm)
     for name, rows in (("q", N), ("k", M), ("v", M)):
-        yield from _matrix(f"{unit}.attention.{name}", (rows, D), Role.COLUMN, "N D", unit, std, cfg.qkv_bias)
+        module = f"{unit}.attention.{name}"
+        yield from _matrix(module, (rows, D), Role.COLUMN, "N D", unit, std, cfg.qkv_bias, cfg.head_dim)
     if cfg.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield from _norm(f"{unit}.attention.{name}", cfg.head_dim, "E", unit)
-    yield from _matrix(f"{unit}.attention.out", (D, N), Role.ROW, "D N", unit, residual_std, cfg.out_bias)
+    out = f"{unit}.attention.out"
+    yield from _matrix(out, (D, N), Role.ROW, "D N", unit, residual_std, cfg.out_bias, cfg.head_dim)
 
     yield from _norm(f"{unit}.mlp_norm", D, "D", unit, bias=layernorm)
     if X:
@@ -148,12 +153,19 @@ def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
 
 
 def _matrix(
-    module: str, shape: tuple[int, ...], role: Role, dims: str, unit: str, std: float, bias: bool = False
+    module: str,
+    shape: tuple[int, ...],
+    role: Role,
+    dims: str,
+    unit: str,
+    std: float,
+    bias: bool = False,
+    chunk: int = 1,
 ) -> Iterator[Parameter]:
-    yield Parameter(f"{module}.weight", shape, role, dims, unit, True, "normal", std)
+    yield Parameter(f"{module}.weight", shape, role, dims, unit, True, "normal", std, chunk=chunk)
     if bias:
-        role = Role.BIAS if role is Role.ROW else role
-        yield Parameter(f"{module}.bias", shape[:1], role, dims.split()[0], unit, False, "zeros")
+        role, chunk = (Role.BIAS, 1) if role is Role.ROW else (role, chunk)
+        yield Parameter(f"{module}.bias", shape[:1], role, dims.split()[0], unit, False, "zeros", chunk=chunk)
 
 
 def _norm(module: str, size: int, dims: str, unit: str, bias: bool = False) -> Iterator[Parameter]:
@@ -275,7 +287,6 @@ def executed_matmul_flops(
             raise ConfigError(f"{name} must be one of {', '.join(known)}, found {asked}")
 
     matmul = core = 0.0
-    last_is_saved = early_stop and not cfg.num_experts and not cfg.dropout
     for operation in operations(cfg, sequence):
         if operation.kind == "attention":
             every_pair = 4 * cfg.num_heads * cfg.head_dim * sequence
@@ -289,10 +300,18 @@ def executed_matmul_flops(
                     times += 0.5 if attention == "math" and early_stop else 1.0
             core += forward * times
             continue
-        times = 3.0 if backward else 1.0
-        ends_block = operation.name.endswith(".mlp.down")
-        if backward and recompute == "full" and operation.unit != "head" and not (ends_block and last_is_saved):
-            times += 1.0
-        matmul += operation.full * times
+        matmul += operation.full * passes(cfg, operation, recompute, backward, early_stop)
     tokens = batch * sequence
     return {"matmul": round(matmul * tokens), "attention": round(core * tokens)}
+
+
+def passes(
+    cfg: ModelConfig, operation: Operation, recompute: str, backward: bool = True, early_stop: bool = True
+) -> int:
+    """How often the product's FLOPs are spent in a step (see `executed_matmul_flops`)."""
+    last_is_saved = early_stop and not cfg.num_experts and not cfg.dropout
+    ends_block = operation.name.endswith(".mlp.down")
+    if not backward:
+        return 1
+    again = recompute == "full" and operation.unit != "head" and not (ends_block and last_is_saved)
+    return 4 if again else 3

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from interlace.collectives import Group, Meter, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from interlace.collectives.handle import Record
 from interlace.collectives.ordered import add_in_order, ordered_sum
 
 Run = Callable[..., list[Any]]
@@ -28,18 +29,19 @@ def test_a_group_of_one_is_the_identity_and_sends_nothing() -> None:
 
 
 def test_an_ordered_sum_adds_left_to_right_in_the_dtype_of_its_target() -> None:
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None]
     assert ordered_sum(parts, torch.empty(1)).item() == 0.0
-    assert ordered_sum(parts[::-1], torch.empty(1)).item() == 2.0
+    assert ordered_sum(parts.flip(0), torch.empty(1)).item() == 2.0
     assert ordered_sum(parts, torch.empty(1, dtype=torch.float64)).item() == 2.0
-    narrow = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0)]
+    narrow = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)[:, None]
     assert ordered_sum(narrow, torch.empty(1), 2.0).item() == 518.0
     assert ordered_sum(narrow, torch.empty(1, dtype=torch.bfloat16)).item() == 256.0
+    assert ordered_sum(narrow[:2], torch.empty(1), 2.0).item() == 514.0
     assert ordered_sum(parts[:1], torch.empty(1), 0.5).item() == 2.0**23
 
 
 def test_parts_go_on_from_where_the_sum_stands() -> None:
-    parts = [torch.tensor([value]) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
+    parts = torch.tensor([2.0**24, 1.0, 1.0, -(2.0**24)])[:, None]
     total = torch.full((1,), torch.nan)
     for first, some in ((True, parts[:1]), (False, parts[1:3]), (False, parts[3:])):
         assert add_in_order(some, total, first) is total
@@ -95,3 +97,18 @@ def test_a_late_peer_is_waited_for_and_the_wait_is_recorded(run_ranks: Run) -> N
         assert 0.0 <= transfer[3] <= wait[3] <= wait[4] <= transfer[4] + 1e-6
         assert wait[4] - wait[3] == pytest.approx(rank["waited"]["dp"])
         assert rank["last"] == "gather blocks.7"
+
+
+def test_a_wait_counts_while_bytes_are_on_their_way() -> None:
+    """Seconds from 0: waits 1-5 and 8-9; transfers 0-2, 3-4 (of the folded axis) and 6-7: of five seconds, two."""
+    transfers = (("dp", "a", 0.0, 2.0, 1), ("shard", "b", 3.0, 4.0, 1), ("dp", "c", 6.0, 7.0, 1))
+    stalls = (("dp", "a", 1.0, 5.0), ("dp", "c", 8.0, 9.0), ("tp", "d", 3.0, 4.0))
+    record = Record(stalls, transfers)
+    assert record.waited() == {"dp": 2.0}
+    pieces = [(e.kind, e.name, e.begin, e.end) for e in record.events(0, 0.0, 10.0) if e.lane == "compute"]
+    own = "beside transfers"
+    assert pieces == [
+        ("wait", "a", 11.0, 12.0), ("compute", own, 12.0, 13.0), ("wait", "a", 13.0, 14.0),
+        ("compute", own, 14.0, 15.0), ("compute", own, 18.0, 19.0), ("compute", own, 13.0, 14.0),
+    ]  # fmt: skip
+    assert Record((), ()).waited() == {}

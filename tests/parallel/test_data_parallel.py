@@ -50,6 +50,11 @@ def test_gradients_travel_in_bf16_only_when_asked(run_ranks: Run) -> None:
         assert plain_2 == 4 * narrow_2 == plain
 
 
+def test_bf16_gradients_of_one_pass_travel_as_they_are_and_add_up_in_fp32(run_ranks: Run) -> None:
+    for found in run_ranks(f"{RANKS}:narrow_wire", 4):
+        assert all(two == again == 2 * one > 0 for two, one, again in found)
+
+
 def test_the_norm_counts_each_parameter_once(run_ranks: Run) -> None:
     stages = run_ranks(f"{RANKS}:norms", 3)
     assert stages[0] == stages[1] == stages[2]
@@ -86,7 +91,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "half": "ConfigError: a wrapped module cannot be moved or cast; do it before parallelize, or give compute_",
         "meta": "ConfigError: the module is on the meta device; give materialise, or build it on a real device.",
         "mesh": "PlanError: the mesh dp=3 has 3 ranks, but 2 are running; use dp=2.",
-        "axis": "PlanError: the mesh tp=2 splits over tp, which this release does not execute; use dp=2.",
+        "axis": "PlanError: the mesh pp=2 splits over pp, which this release does not execute; use dp=2.",
         "role": 'ConfigError: roles names "wieght", but the module has no parameter of that name; did you mean "weig',
         "missing": 'CheckpointError: the state lacks "head.bias", which the module has; give strict=False to keep it.',
         "unexpected": 'CheckpointError: the state has "tail.bias", which the module lacks; give strict=False to skip',

@@ -253,6 +253,17 @@ def test_micro_batches_of_a_stage_are_one_work() -> None:
     assert one(events)[0].seconds("contention") == 0.5
 
 
+def test_work_within_work_is_cut_out_of_it() -> None:
+    """An update in the forward pass of a CPU; on a GPU beside it, or while the compute stream stood still for it."""
+    forward = event(0, "compute", "compute", 0, 10, "0F0")
+    assert rows(one([forward, event(0, "compute", "optimizer", 2, 5)])[0]) == {"compute": 7, "optimizer": 3}
+    beside = event(0, "side stream", "optimizer", 2, 5)
+    assert rows(one([forward, beside])[0]) == {"compute": 10}
+    still = event(0, "compute", "compute", 3, 6, "beside transfers")
+    assert rows(one([forward, beside, still])[0]) == {"compute": 8, "optimizer": 2}
+    assert rows(one([forward, still])[0]) == {"compute": 10}
+
+
 def test_what_nobody_could_name_stays_unknown_even_beside_a_transfer() -> None:
     account = one(
         [

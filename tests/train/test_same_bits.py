@@ -35,8 +35,8 @@ KINDS = {  # sequences in a micro-batch, and what else differs
 }  # fmt: skip
 PLANS = {  # ranks: the rest of two plans that the kinds take in turn, and how many kinds
     1: ("", "zero=3", 6),
-    2: ("zero=3", "zero=0", 6),
-    3: ("zero=1", "zero=2 recompute=full", 4),
+    2: ("zero=3", "zero=1 transport=copy", 6),
+    3: ("zero=1", "zero=2 recompute=full transport=copy", 4),
     4: ("zero=0", "zero=2 shard=2", 3),
     6: ("zero=3 shard=3 overlap=off", "zero=1", 2),
 }

@@ -14,6 +14,7 @@ import runs
 from interlace.cli import app
 from interlace.config import Config
 from interlace.plan.share import runs as share_runs
+from interlace.plan.share import share
 from interlace.train import verify
 from interlace.train.verify import Account, Difference, Report, judge, lines
 
@@ -84,7 +85,8 @@ def test_every_zero_stage_equals_one_process(dp: int, run_ranks: Callable[..., A
 
 def test_hybrid_sharding_equals_one_process(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Shards over 2 neighbours, repeated over 2 such groups; and the same of 2 and 3, and of 3 and 2, in 6 ranks."""
-    plans = ["dp=4 shard=2 zero=1", "dp=4 shard=2 zero=2 micro_batches=2", "dp=4 shard=2 zero=3 overlap=off"]
+    plans = ["dp=4 shard=2 zero=1", "dp=4 shard=2 zero=2 micro_batches=2"]
+    plans += ["dp=4 shard=2 zero=3 overlap=off transport=copy"]
     jobs = [(runs.config(tmp_path, plan), "none") for plan in plans]
     fixed = ["run.reproducible=plan", "train.global_batch=7", "model.tie_embeddings=true"]
     jobs += [(runs.config(tmp_path, f"dp=4 shard=2 zero={zero}", fixed), "none") for zero in (1, 2, 3)]
@@ -114,6 +116,20 @@ def test_only_a_shard_crosses_between_the_groups(run_ranks: Callable[..., Any], 
                 assert sent["dp"] == 16 * (dp - 1)  # loss and norm
 
 
+def test_bytes_sent_in_bf16(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Gradients travel in bf16 when a step has one pass or a fixed order, in fp32 when several add up before."""
+    words = ("", "micro_batches=2"), ("run.reproducible=none", "run.reproducible=plan")
+    cfgs = [
+        runs.config(tmp_path, f"dp=2 zero={zero} {passes}", ["train.precision=bf16", "model.dropout=0", order])
+        for zero in range(4) for passes in words[0] for order in words[1]
+    ]  # fmt: skip
+    found = run_ranks(f"{FUNCTIONS}:sent_by_axis", 2, {"configs": [cfg.to_toml() for cfg in cfgs]})
+    for rank, sent in enumerate(found):
+        for cfg, by_axis in zip(cfgs, sent, strict=True):
+            expected = share(cfg, rank, cfg.train.global_batch).sent
+            assert sum(by_axis.values()) == sum(expected.values()), f"{cfg.plan} {cfg.run.reproducible}"
+
+
 def test_every_zero_stage_of_one_rank(tmp_path: Path) -> None:
     for report in prove(pytest.fail, zeros(tmp_path, 1), tmp_path, steps=3):
         assert report.passed, explain(report)
@@ -124,6 +140,49 @@ def test_every_kind_of_model_and_batch(run_ranks: Callable[..., Any], tmp_path: 
     jobs = [(runs.config(tmp_path, "dp=3 zero=3", overrides), "none") for overrides in FEATURES.values()]
     for name, report in zip(FEATURES, prove(run_ranks, jobs, tmp_path), strict=True):
         assert report.passed, f"{name}\n{explain(report)}"
+
+
+BIASES = ["model.norm=layernorm", "model.out_bias=true", "model.mlp_bias=true", "model.qkv_bias=true"]
+UNEVEN = ["model.vocab_size=265", "model.ffn_size=23", "data.sequence_length=13", "train.global_batch=3"]
+TENSOR = {
+    "tp=4": UNEVEN,  # 2 key-value heads
+    "tp=4 sequence=off": [*UNEVEN, "model.qk_norm=true", *BIASES],
+    "tp=2 dp=2 zero=3 recompute=full": ["model.dropout=0.1", "model.tie_embeddings=true", *UNEVEN],
+    "tp=2 dp=2 zero=2 micro_batches=2 recompute=selective": [*BIASES, "model.qk_norm=true"],
+    "tp=2 dp=2 zero=1 overlap=off": FEATURES["experts"],
+    "tp=2 dp=2 zero=0 sequence=off": FEATURES["experts"],
+    "tp=2 dp=2 shard=0 zero=3 sequence=off": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+def test_the_tensor_axis_equals_one_process(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    jobs = [(runs.config(tmp_path, plan, overrides), "none") for plan, overrides in TENSOR.items()]
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+    three = tmp_path / "three"
+    three.mkdir()
+    heads = ["model.num_heads=3", "model.num_kv_heads=3", "model.hidden_size=14", *UNEVEN]
+    jobs = [(runs.config(three, plan, heads), "none") for plan in ("tp=3 dp=1", "tp=3 sequence=off")]
+    for report in prove(run_ranks, jobs, three):
+        assert report.passed, explain(report)
+
+
+def test_planted_faults_of_the_tensor_axis(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    """Each is found by the tensor that it makes wrong."""
+    faults = {
+        ("unpaid", "tp=4"): "gradient of blocks.0.attention_norm.weight",
+        ("paid_twice", "tp=4"): "gradient of blocks.0.attention_norm.weight",
+        ("replicas_unpaid", "tp=4"): "gradient of blocks.0.attention.k.weight",
+        ("bias_on_every_rank", "dp=2 tp=2"): "loss of step 2",
+        ("masks_of_the_first_rows", "dp=2 tp=2 zero=1"): "loss of step 1",
+    }
+    more = ["model.dropout=0.1", *BIASES]
+    jobs = [(runs.config(tmp_path, plan, more), fault) for fault, plan in faults]
+    for (fault, _), report in zip(faults, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert not report.passed, fault
+        names = [difference.name for difference in report.differences if not difference.equal]
+        assert faults[fault, _] in names, (fault, names)
 
 
 def test_planted_faults(run_ranks: Callable[..., Any], tmp_path: Path) -> None:

@@ -7,6 +7,10 @@
 A piece is `[start, stop)` of a flattened tensor, so a reader needs no mesh: it asks for the flat ranges its own layout
 gives it.  The pieces of a name must tile its tensor exactly once; a replicated tensor is saved by one of its holders.
 
+Where ranks hold slices of another dimension than the first, such as the columns of a matrix, a slice is no range of the
+row-major tensor.  Then the elements are counted slice by slice: `cut` = (dimension, borders of the slices) says so, a
+slice is one range again, and a reader may ask in any cut for what was saved in another.
+
 Publishing.  Every rank writes, syncs and describes its shard (`part-R.json`, by rename) in `step-50.TOKEN-K.tmp`, where
 TOKEN is new in every run and K counts this run's saves of that step, so that no file of another run or attempt can be
 taken up.  Rank 0 waits for all parts, checks them as a reader would, writes the manifest and renames the folder to
@@ -23,8 +27,21 @@ no NaN, limited depth).  File names in a manifest are `rank-N.safetensors` and n
 """
 
 from interlace.checkpoint.lock import LOCK
-from interlace.checkpoint.manifest import DTYPES, FORMAT, MANIFEST
+from interlace.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, PLAIN, Slices
 from interlace.checkpoint.reader import Reader, configuration, find, newest
 from interlace.checkpoint.writer import Piece, Writer
 
-__all__ = ["DTYPES", "FORMAT", "LOCK", "MANIFEST", "Piece", "Reader", "Writer", "configuration", "find", "newest"]
+__all__ = [
+    "DTYPES",
+    "FORMAT",
+    "LOCK",
+    "MANIFEST",
+    "PLAIN",
+    "Piece",
+    "Reader",
+    "Slices",
+    "Writer",
+    "configuration",
+    "find",
+    "newest",
+]

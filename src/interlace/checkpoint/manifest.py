@@ -26,12 +26,14 @@ DTYPES = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SAME = ("shape", "dtype", "layout")  # of all pieces of a name
+SAME = ("shape", "dtype", "layout", "cut")  # of all pieces of a name
 STEP = re.compile(r"step-([0-9]{1,18})(\.old)?")  # a published folder's name
 _SHARD = re.compile(r"rank-(?:0|[1-9][0-9]{0,6})\.safetensors")
 _SEAL = (b'{"blake2b":"', 32, b'",\n"body":')  # then the body's JSON and b"}\n"; the digest covers all after itself
 
 PieceEntry = tuple[int, int, int, int, int]  # file, start, stop, offset in the file, CRC-32
+Slices = tuple[int, tuple[int, ...]]  # a dimension and the borders of its slices: elements count slice by slice
+PLAIN: Slices = (0, ())  # row-major
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class TensorEntry:
     dtype: torch.dtype
     layout: str
     pieces: list[PieceEntry]  # by start
+    cut: Slices = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ def merge(parts: dict[int, dict[str, Any]]) -> dict[str, Any]:
     for rank in sorted(parts):
         for name, part in parts[rank]["tensors"].items():
             entry = tensors.setdefault(name, {**part, "pieces": []})
-            differs = [f"{key} {part[key]!r}, not {entry[key]!r}" for key in SAME if part[key] != entry[key]]
+            differs = [
+                f"{key} {part.get(key)!r}, not {entry.get(key)!r}" for key in SAME if part.get(key) != entry.get(key)
+            ]
             if differs:
                 raise CheckpointError(f"rank {rank} saves {name!r} with {differs[0]} as the ranks before it")
             entry["pieces"] += [[rank, *piece] for piece in part["pieces"]]
@@ -95,7 +100,7 @@ def parse(body: dict[str, Any], where: str) -> Manifest:
             if file >= len(spans):
                 raise CheckpointError(f"{here} lies in file {file} of {len(spans)}")
             spans[file].append((offset, offset + (stop - start) * DTYPES[dtype].itemsize))
-        manifest.tensors[name] = TensorEntry(shape, DTYPES[dtype], layout, pieces)
+        manifest.tensors[name] = TensorEntry(shape, DTYPES[dtype], layout, pieces, _cut(entry, shape, here))
     for (file_name, size, *_), covered in zip(manifest.files, spans, strict=True):
         covered.sort()
         ends = [stop for _, stop in covered]
@@ -114,6 +119,19 @@ def _check_tiling(pieces: list[Any], total: int, here: str) -> None:
         at = stop
     if at != total:
         raise CheckpointError(f"{here} has elements [0, {at}) of [0, {total}): no rank saved the rest")
+
+
+def _cut(entry: dict[str, Any], shape: tuple[int, ...], here: str) -> Slices:
+    """How a tensor's elements count: absent for row-major; else [dimension, [0, ..., its length]]."""
+    if "cut" not in entry:
+        return PLAIN
+    value = _typed(entry, "cut", list, here)
+    right = len(value) == 2 and type(value[0]) is int and type(value[1]) is list and 0 < value[0] < len(shape)
+    borders = value[1] if right else []
+    right = right and all(type(n) is int for n in borders) and borders == sorted(borders)
+    if not right or len(borders) < 2 or (borders[0], borders[-1]) != (0, shape[value[0]]):
+        raise CheckpointError(f"{here} has the cut {str(value)[:100]}, which is none of its shape {list(shape)}")
+    return value[0], tuple(borders)
 
 
 def _typed(body: Any, key: str, kind: type, where: str) -> Any:

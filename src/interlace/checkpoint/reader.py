@@ -7,13 +7,15 @@ import os
 import warnings
 import zlib
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from interlace import config
 from interlace.checkpoint import files
-from interlace.checkpoint.manifest import MANIFEST, STEP, PieceEntry, TensorEntry, parse, read_json
+from interlace.checkpoint.manifest import MANIFEST, PLAIN, STEP, PieceEntry, Slices, TensorEntry, parse, read_json
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, nearest
 
@@ -52,13 +54,18 @@ class Reader:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensor(name).dtype
 
+    def cut(self, name: str) -> Slices:
+        """The cut it was saved in."""
+        return self._tensor(name).cut
+
     def layout(self, name: str) -> str:
         """The Layout string it was held in when it was saved."""
         return self._tensor(name).layout
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def read(self, name: str, start: int = 0, stop: int | None = None, cut: Slices = PLAIN) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor -> [stop - start] on the CPU, in its saved dtype.
 
+        cut: how elements are counted, row-major or slice by slice of a dimension, whatever the cut they were saved in.
         The digest of every piece touched is verified, once per reader; a damaged one is refused by file and name.
         """
         tensor = self._tensor(name)
@@ -66,6 +73,17 @@ class Reader:
         stop = total if stop is None else stop
         if not 0 <= start <= stop <= total:
             raise CheckpointError(f"elements [{start}, {stop}) of {name!r} were asked for; it has [0, {total})")
+        if cut[0] == 0:
+            cut = PLAIN
+        if cut == tensor.cut:
+            return self._read(name, tensor, start, stop)
+        if cut[0] and tensor.cut[0] and cut[0] != tensor.cut[0]:  # by way of the whole tensor
+            plain = self.read(name)
+            return recut(tensor.shape, PLAIN, cut, start, stop, lambda low, high: plain[low:high])
+        return recut(tensor.shape, tensor.cut, cut, start, stop, lambda low, high: self._read(name, tensor, low, high))
+
+    def _read(self, name: str, tensor: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) as they are counted in the file."""
         out = torch.empty(stop - start, dtype=tensor.dtype)
         view, size = files.memory(out), out.element_size()
         first = bisect_right(tensor.pieces, start, key=lambda piece: piece[1]) - 1
@@ -187,6 +205,41 @@ def newest(path: str | Path) -> Path:
         if "passed over" in note:
             warnings.warn(f"{root}: {note}", stacklevel=3)
     return folder
+
+
+def recut(
+    shape: Sequence[int],
+    held: Slices,
+    asked: Slices,
+    start: int,
+    stop: int,
+    read: Callable[[int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Elements [start, stop), counted as in `asked`, of a tensor whose elements `read` gives as counted in `held`.
+
+    Both cut the same dimension, or one of them none.  Reads, of every slice that is touched, whole rows: the indices
+    before that dimension.
+    """
+    dim = held[0] or asked[0]
+    length, inner = shape[dim], math.prod(shape[dim + 1 :])
+    rows = math.prod(shape[:dim])
+    sources = held[1] or (0, length)
+    parts = [read(0, 0)]
+    for low, high in pairwise(asked[1] or (0, length)):
+        width = (high - low) * inner
+        first, last = max(start - low * rows * inner, 0), min(stop - low * rows * inner, width * rows)
+        if first >= last:
+            continue
+        top, bottom = first // width, -(-last // width)
+        taken = []
+        for begin, end in pairwise(sources):
+            a, b = max(begin, low), min(end, high)
+            if a < b:
+                across, offset = (end - begin) * inner, begin * rows * inner
+                block = read(offset + top * across, offset + bottom * across).view(bottom - top, end - begin, inner)
+                taken.append(block[:, a - begin : b - begin])
+        parts.append(torch.cat(taken, dim=1).reshape(-1)[first - top * width : last - top * width])
+    return torch.cat(parts)
 
 
 def configuration(reader: Reader) -> tuple[Config, ModelConfig]:

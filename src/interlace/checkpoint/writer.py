@@ -15,7 +15,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from interlace.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MANIFEST,
+    PLAIN,
     SAME,
     STEP,
+    Slices,
     merge,
     read_json,
     write_json,
@@ -48,6 +50,7 @@ class Piece:
     start: int
     stop: int
     tensor: torch.Tensor  # [stop - start], any device
+    cut: Slices = PLAIN  # how elements are counted: row-major, or slice by slice of a dimension
 
 
 class Writer:
@@ -104,7 +107,7 @@ class Writer:
             key = f"{piece.name}@{piece.start}"
             if key in held:
                 raise CheckpointError(f"rank {self.rank} saves {key} twice; every piece is saved once")
-            held[key] = Piece(piece.name, tuple(piece.shape), piece.layout, piece.start, piece.stop, copy)
+            held[key] = replace(piece, shape=tuple(piece.shape), tensor=copy)
         tmp = self.root / f"step-{step}.{self.token}-{self._attempts[step]}.tmp"
         self._attempts[step] += 1
         name, arguments = f"checkpoint-{step}", (step, tmp, held, meta)
@@ -281,9 +284,11 @@ def _write_shard(path: Path, held: dict[str, Piece]) -> dict[str, Any]:
             digest = write(handle, memory(piece.tensor))
             offset = len(head) + header[label]["data_offsets"][0]
             kind = {"shape": list(piece.shape), "dtype": header[label]["dtype"], "layout": piece.layout, "pieces": []}
+            if piece.cut[0]:
+                kind["cut"] = [piece.cut[0], list(piece.cut[1])]
             entry = tensors.setdefault(piece.name, kind)
-            if any(entry[key] != kind[key] for key in SAME):
-                raise CheckpointError(f"pieces of {piece.name!r} on one rank differ in shape, dtype or layout")
+            if any(entry.get(key) != kind.get(key) for key in SAME):
+                raise CheckpointError(f"pieces of {piece.name!r} on one rank differ in shape, dtype, layout or cut")
             entry["pieces"].append([piece.start, piece.stop, offset, digest])
         os.fsync(handle)
     finally:

@@ -1,9 +1,10 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
-from interlace.collectives.groups import Group, Groups, make_groups
+from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
-from interlace.collectives.ordered import add_parts, all_reduce, reduce_scatter, sum_scalars, then
+from interlace.collectives.ordered import add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
+from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
     "Group",
@@ -11,12 +12,18 @@ __all__ = [
     "Handle",
     "Meter",
     "Record",
+    "Window",
     "add_parts",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "balanced",
+    "both",
     "broadcast",
     "make_groups",
+    "make_windows",
+    "neighbours",
+    "reach",
     "reduce_scatter",
     "sum_scalars",
     "then",

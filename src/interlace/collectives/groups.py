@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from interlace.collectives.handle import Meter
+from interlace.collectives.handle import FOLDED, Meter
 from interlace.mesh import Mesh
 
 
@@ -91,7 +91,23 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     return groups
 
 
-FOLDED = {"shard": "dp", "replica": "dp"}
+def neighbours(groups: Groups, axis: str, count: int, timeout: float) -> Group:
+    """The `count` neighbours along `axis`, this rank among them, as a group of the same axis, stream and meter.
+
+    Collective over the whole world; `count` divides the axis.
+    """
+    whole, mine = groups[axis], None
+    assert whole.size % count == 0, (whole.size, count)
+    if count == whole.size:
+        return whole
+    for ranks in groups.mesh.groups(axis):
+        for first in range(0, len(ranks), count):
+            members = ranks[first : first + count]
+            made = dist.new_group(list(members), timeout=datetime.timedelta(seconds=timeout)) if count > 1 else None
+            if groups.rank in members:
+                mine = Group(axis, members, members.index(groups.rank), whole.device, whole.meter, made, whole.stream)
+    assert mine is not None
+    return mine
 
 
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:

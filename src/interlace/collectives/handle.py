@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from interlace.events import Event
+from interlace.events import BESIDE, Event
 
 T = TypeVar("T")
+
+FOLDED = {"shard": "dp", "replica": "dp"}  # parts of an axis, on its stream
 
 # A moment: seconds on this host's monotonic clock, or a CUDA event that will say when the stream came past.
 Moment = float | torch.cuda.Event
@@ -49,7 +50,7 @@ class Meter:
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
-        self._work: list[tuple[str, str, Moment, Moment]] = []
+        self._work: list[tuple[str, str, str, Moment, Moment]] = []
 
     def count(self, collective: str, axis: str, nbytes: int) -> None:
         self.sent[collective, axis] += nbytes
@@ -69,13 +70,17 @@ class Meter:
 
     @contextmanager
     def work(self, kind: str, name: str, device: torch.device) -> Iterator[None]:
-        """Around what the compute stream does, its waits included: an event of that kind, as in `interlace.events`."""
+        """Around what this rank does, its waits included: an event of that kind, as in `interlace.events`.
+
+        On a GPU it is what the current stream does; one that is not the compute stream has a lane of its own.
+        """
         if not self.record:
             yield
             return
+        on_side = device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
         begin = now(device)
         yield
-        self._work.append((kind, name, begin, now(device)))
+        self._work.append(("side stream" if on_side else "compute", kind, name, begin, now(device)))
 
     def cut(self) -> Record:
         """What happened since the last cut; its times can be read once the compute stream has come past."""
@@ -92,30 +97,64 @@ class Record:
 
     stalls: tuple[tuple[str, str, Moment, Moment], ...]
     transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
-    work: tuple[tuple[str, str, Moment, Moment], ...] = ()
+    work: tuple[tuple[str, str, str, Moment, Moment], ...] = ()
 
     def waited(self) -> dict[str, float]:
-        """Seconds that this rank's compute stood still for a transfer, by axis."""
+        """Seconds that this rank's compute stood still for a transfer, by axis.
+
+        Of a wait, the part during which bytes of its axis were on their way.  The rest is this rank's own work on the
+        side stream (an update before a gather, the sum after an exchange) and would be there without any transfer.
+        """
         seconds: dict[str, float] = {}
-        for axis, _, begin, end in self.stalls:
-            seconds[axis] = seconds.get(axis, 0.0) + between(begin, end)
+        for axis, name, begin, end in self._waits(self._origin):
+            if name:
+                seconds[axis] = seconds.get(axis, 0.0) + end - begin
         return seconds
 
     def events(self, rank: int, origin: Moment, at: float) -> list[Event]:
         """The same as events; `at` is the time of `origin` in seconds."""
         waits = [
-            Event(rank, "compute", "wait", name, at + between(origin, begin), at + between(origin, end))
-            for _, name, begin, end in self.stalls
+            Event(rank, "compute", "wait" if name else "compute", name or BESIDE, at + begin, at + end)
+            for _, name, begin, end in self._waits(origin)
         ]
         moves = [
             Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
             for axis, name, begin, end, nbytes in self.transfers
         ]
         done = [
-            Event(rank, "compute", kind, name, at + between(origin, begin), at + between(origin, end))
-            for kind, name, begin, end in self.work
+            Event(rank, lane, kind, name, at + between(origin, begin), at + between(origin, end))
+            for lane, kind, name, begin, end in self.work
         ]
         return done + waits + moves
+
+    @property
+    def _origin(self) -> Moment:
+        return next((begin for *_, begin, _ in self.stalls), 0.0)
+
+    def _waits(self, origin: Moment) -> Iterator[tuple[str, str, float, float]]:
+        """Every wait in pieces, (axis, name, begin, end) in seconds from `origin`; own work has no name."""
+        moving: dict[str, list[tuple[float, float]]] = {}
+        for axis, _, begin, end, _ in self.transfers:
+            moving.setdefault(FOLDED.get(axis, axis), []).append((between(origin, begin), between(origin, end)))
+        for spans in moving.values():
+            spans.sort()
+        for axis, name, stood, moved in self.stalls:
+            at, until = between(origin, stood), between(origin, moved)
+            for begin, end in moving.get(FOLDED.get(axis, axis), []):
+                begin, end = max(begin, at), min(end, until)
+                if begin < end:
+                    if at < begin:
+                        yield axis, "", at, begin
+                    yield axis, name, begin, end
+                    at = end
+            if at < until:
+                yield axis, "", at, until
+
+
+class Work(Protocol):
+    """What a library or a window is still doing."""
+
+    def wait(self) -> object: ...
 
 
 class Handle(Generic[T]):
@@ -143,7 +182,7 @@ def start(
     nbytes: int,
     stream: torch.cuda.Stream | None,
     prepare: Callable[[], None] | None,
-    launch: Callable[[], list[dist.Work]],
+    launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
@@ -151,9 +190,9 @@ def start(
     `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  The closures hold every buffer.
     """
     if stream is None:
-        begin = time.perf_counter()
         if prepare is not None:
             prepare()
+        begin = time.perf_counter()
         works = launch()
 
         def wait_on_host() -> T:
@@ -179,6 +218,9 @@ def start(
         result = finish()
         ready = _mark(stream)
     meter.transferred(axis, name, began, ended, nbytes)
+    if stream == torch.cuda.current_stream(stream.device):  # nothing else runs meanwhile
+        meter.stalled(axis, name, began, ended)
+        return Handle.done(result)
     keep = (launch, finish)
 
     def wait_on_stream() -> T:

@@ -6,13 +6,14 @@ not know travel as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from interlace.collectives.groups import Group
-from interlace.collectives.handle import Handle, start
+from interlace.collectives.handle import Handle, Work, start
+from interlace.collectives.window import Window
 
 # torch 2.13 renamed `all_gather_into_tensor` and warns at the old name; 2.11 has only that.  Nothing else decides.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,13 +26,17 @@ def all_gather(
     sizes: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
+    before: Callable[[], None] | None = None,
+    window: Window | None = None,
     name: str = "all_gather",
 ) -> Handle[torch.Tensor]:
     """Every rank's `shard`, one after another in group order.
 
     shard: 1-D, contiguous, `sizes[rank]` elements.  `sizes` per rank when they differ (all equal when None).  `out`:
     1-D of sum(sizes), written in place; `shard` may be its own part of it.  `source`, when given, is copied (and cast)
-    into `shard` as part of the transfer, on the side stream.  Sends `shard`'s bytes to every other rank.
+    into `shard` as part of the transfer, on the side stream, after `before` has run there.  `window`: the one that
+    begins with `out`, of which `shard` is a part; then nothing is sent, the peers fetch it.  Sends `shard`'s bytes to
+    every other rank.
     """
     count = shard.numel()
     sizes = [count] * group.size if sizes is None else list(sizes)
@@ -43,6 +48,10 @@ def all_gather(
     aliased = own.data_ptr() == shard.data_ptr() or count == 0
 
     def prepare() -> None:
+        if before is not None:
+            before()
+        if window is not None:
+            window.claim()
         if source is not None:
             shard.copy_(source)
         if not aliased and (uneven or group.size == 1):
@@ -56,7 +65,11 @@ def all_gather(
     nbytes = count * shard.element_size() * (group.size - 1)
     group.meter.count("all_gather", group.axis, nbytes)
 
-    def launch() -> list[dist.Work]:
+    def launch() -> Sequence[Work]:
+        if window is not None:
+            assert window.own.data_ptr() == result.data_ptr() and aliased and not uneven
+            size = count * shard.element_size()
+            return window.exchange([(_bytes(parts[peer]), peer, peer * size) for peer in range(group.size)])
         if uneven:
             return _send_to_all(group, shard, parts)
         given = shard
@@ -87,7 +100,7 @@ def all_to_all(
     nbytes = (flat.numel() - send_sizes[group.rank]) * flat.element_size()
     group.meter.count("all_to_all", group.axis, nbytes)
 
-    def launch() -> list[dist.Work]:
+    def launch() -> Sequence[Work]:
         return exchange_parts(group, flat, received, send_sizes, receive_sizes)
 
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: received)
@@ -102,7 +115,7 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = 
     nbytes = flat.numel() * flat.element_size() * (group.size - 1) if group.rank == root else 0
     group.meter.count("broadcast", group.axis, nbytes)
 
-    def launch() -> list[dist.Work]:
+    def launch() -> Sequence[Work]:
         work = dist.broadcast(_bytes(flat), source, group=process_group, async_op=True)
         return [work] if work is not None else []
 
@@ -115,12 +128,21 @@ def exchange_parts(
     received: torch.Tensor,
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
-) -> list[dist.Work]:
+    window: Window | None = None,
+) -> Sequence[Work]:
     """The works of an all-to-all, in elements; all parts are equal, on every rank, when no sizes are given.
+
+    window: the one that begins with `flat`, for equal parts.
 
     A rank must not conclude from its own sizes that all are equal: gloo runs another exchange then, and another rank,
     whose sizes differ, would not take part in it.
     """
+    if window is not None:
+        assert window.own.data_ptr() == flat.data_ptr() and send_sizes is None
+        own, size = group.rank, received.numel() // group.size * received.element_size()
+        parts = _bytes(received).view(group.size, size)
+        parts[own].copy_(window.own[own * size : (own + 1) * size])
+        return window.exchange([(parts[peer], peer, own * size) for peer in range(group.size) if peer != own])
     into, out = ([n * flat.element_size() for n in sizes or ()] or None for sizes in (receive_sizes, send_sizes))
     work = dist.all_to_all_single(_bytes(received), _bytes(flat), into, out, group=group.process_group, async_op=True)
     return [work] if work is not None else []

@@ -3,10 +3,11 @@
 `reduce_scatter` equals `torch.distributed.reduce_scatter_tensor` with a sum and `all_reduce` equals `all_reduce`, up to
 rounding.  Each rank sends every other rank that rank's slice (all-to-all) and the owner adds the slices in rank order:
 the bytes of a ring, one hop instead of n - 1, the same bits in every run, and the same bits for every split of the
-message.  NCCL chooses algorithm, protocol and channel count per message size and the order of its sums with them
-(NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that a sum over
-parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own reduce-scatter,
-46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
+message.  Parts may travel in a narrower dtype than the sum's: bf16 gradients added up in fp32 are the sum of the same
+numbers in half the bytes.  NCCL chooses algorithm, protocol and channel count per message size and the order of its
+sums with them (NVIDIA/nccl#457, #1055, #157).  `add_parts` goes on adding to what earlier calls have summed up, so that
+a sum over parts 1, 2, 3, ... does not depend on how many ranks brought them.  Tried and dropped on gloo: its own
+reduce-scatter, 46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from interlace.collectives.groups import Group
-from interlace.collectives.handle import Handle, start
+from interlace.collectives.handle import Handle, Work, start
 from interlace.collectives.ops import all_gather, exchange_parts
+from interlace.collectives.window import Window
+from interlace.layout import split
 
 
 def reduce_scatter(
@@ -29,13 +31,14 @@ def reduce_scatter(
     out: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
     scale: float = 1.0,
+    window: Window | None = None,
     name: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
     """This rank's slice of the sum over ranks of `flat`, times `scale`.
 
-    flat: 1-D, contiguous, sum(sizes) elements (equal slices when `sizes` is None).  `out`: where the slice goes, in the
-    dtype of the sum (`flat`'s own part is allowed).  `wire`: the dtype that travels, `flat`'s when None; the sum is
-    taken in `flat`'s dtype either way.
+    flat: 1-D, contiguous, sum(sizes) elements (equal slices when `sizes` is None).  `out`: where the slice goes
+    (`flat`'s own part is allowed); the sum is taken in its dtype, which may be wider than `flat`'s.  `wire`: the dtype
+    that travels, `flat`'s when None.  `window`: the one that begins with `flat`, whose parts are equal.
     """
     if sizes is None:
         assert flat.numel() % group.size == 0, (flat.numel(), group.size)
@@ -45,11 +48,12 @@ def reduce_scatter(
     count = sizes[group.rank]
     target = flat.new_empty(count) if out is None else out
     if group.process_group is None:
-        return Handle.done(torch.mul(flat, scale, out=target) if scale != 1.0 else target.copy_(flat))
+        target.copy_(flat)
+        return Handle.done(target.mul_(scale) if scale != 1.0 else target)
     wire = wire or flat.dtype
     travelling = flat if wire == flat.dtype else torch.empty_like(flat, dtype=wire)
     received = travelling.new_empty(count * group.size)
-    got = received.view(group.size, count).unbind()
+    got = received.view(group.size, count)
     even = len(set(sizes)) == 1
     nbytes = (flat.numel() - count) * travelling.element_size()
     group.meter.count("reduce_scatter", group.axis, nbytes)
@@ -58,8 +62,10 @@ def reduce_scatter(
         if travelling is not flat:
             travelling.copy_(flat)
 
-    def launch() -> list[dist.Work]:
-        return exchange_parts(group, travelling, received, *(() if even else (sizes, [count] * group.size)))
+    def launch() -> Sequence[Work]:
+        if even:
+            return exchange_parts(group, travelling, received, window=window)
+        return exchange_parts(group, travelling, received, sizes, [count] * group.size)
 
     def finish() -> torch.Tensor:
         return ordered_sum(got, target, scale)
@@ -74,24 +80,25 @@ def add_parts(
     *,
     valid: int,
     first: bool,
+    window: Window | None = None,
     name: str = "add_parts",
 ) -> Handle[torch.Tensor]:
     """Adds this rank's slices of `flat` of ranks 0, 1, ... valid - 1, in this order, to `accumulator`.
 
     Equals ((accumulator + part 0) + part 1) + ...; `first`: the accumulator begins as a copy of part 0.  So calls with
     parts 0 to w - 1, w to 2 w - 1, ... of one sum give the same bits for every number w of ranks.  Ranks from `valid`
-    on only take part.  flat: 1-D, contiguous, equal slices; accumulator: one slice, not in `flat`.  Counted as a
-    reduce-scatter.
+    on only take part.  flat: 1-D, contiguous, equal slices; accumulator: one slice, not in `flat`, its dtype that of
+    the sum.  `window`: see `reduce_scatter`.  Counted as a reduce-scatter.
     """
     assert group.process_group is not None and 1 <= valid <= group.size
-    assert flat.dtype == accumulator.dtype and flat.numel() == accumulator.numel() * group.size
+    assert flat.numel() == accumulator.numel() * group.size
     received = torch.empty_like(flat)
-    parts = received.view(group.size, -1)[:valid].unbind()
+    parts = received.view(group.size, -1)[:valid]
     nbytes = (flat.numel() - accumulator.numel()) * flat.element_size()
     group.meter.count("reduce_scatter", group.axis, nbytes)
 
-    def launch() -> list[dist.Work]:
-        return exchange_parts(group, flat, received)
+    def launch() -> Sequence[Work]:
+        return exchange_parts(group, flat, received, window=window)
 
     def finish() -> torch.Tensor:
         return add_in_order(parts, accumulator, first)
@@ -99,7 +106,7 @@ def add_parts(
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)
 
 
-def add_in_order(parts: Sequence[torch.Tensor], accumulator: torch.Tensor, first: bool) -> torch.Tensor:
+def add_in_order(parts: torch.Tensor, accumulator: torch.Tensor, first: bool) -> torch.Tensor:
     """accumulator + parts[0] + parts[1] + ... in place, in this order; `first`: it begins as parts[0]."""
     if first:
         return ordered_sum(parts, accumulator)
@@ -112,20 +119,31 @@ def all_reduce(
     flat: torch.Tensor,
     group: Group,
     *,
+    out: torch.Tensor | None = None,
     wire: torch.dtype | None = None,
     scale: float = 1.0,
     name: str = "all_reduce",
 ) -> Handle[torch.Tensor]:
-    """The sum over ranks of `flat`, times `scale`, in place on every rank: reduce-scatter, then all-gather.
+    """The sum over ranks of `flat`, times `scale`, on every rank: reduce-scatter, then all-gather.
 
-    flat: 1-D, contiguous, a multiple of the group's size.  Counted as its two halves.  On a CPU the second half starts
-    at `wait`, since a collective started from another thread would break the order that all ranks share.
+    flat: 1-D, contiguous.  `out`: where the sum goes and whose dtype it is taken in;
+    `flat` itself when None.  Counted as its two halves.  On a CPU the second half starts at `wait`, since a collective
+    started from another thread would break the order that all ranks share.
     """
+    out = flat if out is None else out
     if group.process_group is None:
-        return Handle.done(flat.mul_(scale) if scale != 1.0 else flat)
-    own = flat.chunk(group.size)[group.rank]
-    first = reduce_scatter(flat, group, out=own, wire=wire, scale=scale, name=name)
-    return then(first, group, lambda: all_gather(own, group, out=flat, name=name))
+        return (
+            reduce_scatter(flat, group, out=out, scale=scale) if out is not flat or scale != 1.0 else Handle.done(flat)
+        )
+    sizes = balanced(flat.numel(), group.size)
+    own = out.split(sizes)[group.rank]
+    first = reduce_scatter(flat, group, sizes=sizes, out=own, wire=wire, scale=scale, name=name)
+    return then(first, group, lambda: all_gather(own, group, sizes=sizes, out=out, name=name))
+
+
+def balanced(count: int, ways: int) -> list[int]:
+    """Sizes of the slices of `count` things, the first ones one larger: `layout.split`."""
+    return [stop - start for start, stop in (split(count, ways, index) for index in range(ways))]
 
 
 def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:
@@ -134,12 +152,23 @@ def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[
         return Handle(lambda: (first.wait(), follow().wait())[1])
     with torch.cuda.stream(group.stream):  # both are ordered on the side stream itself
         second = follow()
+    return both(first, second)
+
+
+def both(first: Handle[torch.Tensor], second: Handle[torch.Tensor]) -> Handle[torch.Tensor]:
+    """Two transfers as one, whose result is the second's."""
     return Handle(lambda: (first.wait(), second.wait())[1])
 
 
-def ordered_sum(parts: Sequence[torch.Tensor], target: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """parts[0] + parts[1] + ... in this order, in `target`'s dtype, times `scale`; no part may share its memory."""
-    if len(parts) == 1 or parts[0].dtype != target.dtype:
+def ordered_sum(parts: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """parts[0] + parts[1] + ... in this order, in `target`'s dtype, times `scale`.
+
+    parts: [n, count], none of them in `target`'s memory; their dtype may be narrower.
+    """
+    if len(parts) == 2 and parts.dtype != target.dtype:
+        torch.sum(parts, dim=0, dtype=target.dtype, out=target)  # one pass, and two numbers have one order
+        rest = parts[2:]
+    elif len(parts) == 1 or parts.dtype != target.dtype:
         target.copy_(parts[0])
         rest = parts[1:]
     else:
@@ -158,5 +187,5 @@ def sum_scalars(values: torch.Tensor, groups: Sequence[Group], *, name: str = "s
     for group in groups:
         if group.size > 1:
             everyone = all_gather(values.contiguous(), group, name=name).wait().view(group.size, -1)
-            values = ordered_sum(list(everyone), torch.empty_like(values))
+            values = ordered_sum(everyone, torch.empty_like(values))
     return values

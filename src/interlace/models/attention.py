@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from interlace import random
 from interlace.config import ModelConfig
-from interlace.models.layers import Context, Linear, rotate
+from interlace.models.layers import Context, Linear, SharedInput, rotate
 
 
 class Pattern:
@@ -225,11 +225,14 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, **new) if cfg.qk_norm else None
         self.core = AttentionCore(cfg.window(layer), cfg.attention_dropout, f"blocks.{layer}.attention.core")
         self.out = Linear(width, cfg.hidden_size, bias=cfg.out_bias, **new)
+        self.project = SharedInput()
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        q_BTHE = self.q(x_BTD).unflatten(-1, (-1, self.head_dim))
-        k_BTKE = self.k(x_BTD).unflatten(-1, (-1, self.head_dim))
-        v_BTKE = self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        batch = len(context.samples_B)
+        q_BTHE, k_BTKE, v_BTKE = (
+            made.view(batch, -1, made.shape[-1] // self.head_dim, self.head_dim)
+            for made in self.project(x_BTD, (self.q, self.k, self.v), context)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = rotate(q_BTHE, context.rotary), rotate(k_BTKE, context.rotary)

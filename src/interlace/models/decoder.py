@@ -10,6 +10,7 @@ A stage of a pipeline is the same class with the parts of the other stages set t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ class Block(nn.Module):
         return x_BTD + self.mlp_dropout(feed_forward(self.mlp_norm(x_BTD), context), context)
 
 
+class Vocabulary(nn.Module):
+    """x_BTD -> logits_BTV by `output`, or with labels_BT the sum of losses; replaced where the vocabulary is split."""
+
+    def forward(
+        self, x_BTD: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Context | None, rows: SoftmaxRows
+    ) -> Tensor:
+        if labels_BT is None:
+            return output(x_BTD)
+        return vocabulary_loss(x_BTD.flatten(0, 1), output.weight, labels_BT.flatten(), rows)
+
+
 class Head(nn.Module):
     """The last norm and the projection to the vocabulary: x_BTD -> logits_BTV, or with labels_BT the sum of losses."""
 
@@ -53,12 +65,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm(cfg, device, dtype)
         self.output = Linear(cfg.hidden_size, cfg.vocab_size, bias=False, device=device, dtype=dtype)
+        self.vocabulary = Vocabulary()
 
-    def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        x_BTD = self.norm(x_BTD)
-        if labels_BT is None:
-            return self.output(x_BTD)
-        return vocabulary_loss(x_BTD.flatten(0, 1), self.output.weight, labels_BT.flatten(), self.softmax_rows)
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None, context: Context | None = None) -> Tensor:
+        """context: that of the blocks; asked for only where the residual stream or the vocabulary is split."""
+        return self.vocabulary(self.norm(x_BTD), self.output, labels_BT, context, self.softmax_rows)
 
 
 class Decoder(nn.Module):
@@ -72,7 +83,12 @@ class Decoder(nn.Module):
         samples_B      global index of each sequence, and
         columns_T      place of each column in its sequence; they and `dropout_key` choose the dropout masks.
                        Default 0 .. B-1 and 0 .. T-1.
+
+    `rows` is set where the residual stream is split: B T -> the range of those positions that is held here; between
+    embedding and head x is then [1 rows D].
     """
+
+    rows: Callable[[int], tuple[int, int]] | None = None
 
     def __init__(
         self, cfg: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -96,8 +112,8 @@ class Decoder(nn.Module):
         columns_T: Tensor | None = None,
     ) -> Tensor:
         """Logits [B T V] of the next token at every position, in the dtype of the weights."""
-        x_BTD, _ = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
-        return self.head(x_BTD)
+        x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
+        return self.head(x_BTD, None, context)
 
     def loss(
         self,
@@ -118,7 +134,7 @@ class Decoder(nn.Module):
         """
         x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
         counts_B = (labels_BT != IGNORED).sum(dim=1)
-        return self.head(x_BTD, labels_BT) + self.router_loss(context, counts_B), counts_B.sum()
+        return self.head(x_BTD, labels_BT, context) + self.router_loss(context, counts_B), counts_B.sum()
 
     def router_loss(self, context: Context, counts_B: Tensor) -> Tensor:
         """What the blocks that ran with this context add to the loss sum (see `loss`): an fp32 scalar.
@@ -162,6 +178,7 @@ class Decoder(nn.Module):
             rotary=rotary_table(self.cfg, columns_T[None] if positions_BT is None else positions_BT),
             patterns={window: Pattern(batch, length, device, documents_BT, window) for window in windows},
             dropout_key=dropout_key,
+            rows=None if self.rows is None else self.rows(batch * length),
         )
 
     def _hidden(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,22 @@ class Context:
     patterns: Mapping[int | None, Pattern]  # sliding window of a layer -> what its queries see
     dropout_key: int = 0
     router_losses: dict[str, Tensor] | None = field(default_factory=dict)  # layer -> [B], None once taken
+    rows: tuple[int, int] | None = None  # of the flattened B T, which the residual stream holds here; None = all
+
+    @property
+    def num_rows(self) -> int:
+        """B T: positions of the micro-batch, wherever they are held."""
+        return len(self.samples_B) * len(self.columns_T)
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Sample and column of every position of the residual stream, in shapes that broadcast to it."""
+        samples_B1, columns_1T = self.samples_B[:, None], self.columns_T[None, :]
+        if self.rows is None:
+            return samples_B1, columns_1T
+        piece = slice(*self.rows)
+        both = torch.broadcast_tensors(samples_B1, columns_1T)
+        return both[0].reshape(1, -1)[:, piece], both[1].reshape(1, -1)[:, piece]
 
     def add_router_loss(self, layer: str, loss_B: Tensor) -> None:
         """Hand the balance loss of one layer, a value per sequence, to whoever computes the loss."""
@@ -64,6 +80,16 @@ class Embedding(nn.Embedding):
         pass
 
 
+class SharedInput(nn.Module):
+    """Products that read the same input: x_BTD -> the output of each of `linears`.
+
+    A module of its own so that it can be replaced where not every position of x is here.
+    """
+
+    def forward(self, x_BTD: Tensor, linears: Sequence[nn.Linear], context: Context) -> list[Tensor]:
+        return [linear(x_BTD) for linear in linears]
+
+
 def norm(cfg: ModelConfig, device: Any = None, dtype: Any = None) -> nn.Module:
     """The norm of a residual stream: weight [D], and bias [D] for a LayerNorm."""
     kind = nn.LayerNorm if cfg.norm == "layernorm" else nn.RMSNorm
@@ -79,11 +105,14 @@ class MLP(nn.Module):
         self.gate = linear(cfg.hidden_size, cfg.ffn_size) if cfg.activation == "swiglu" else None
         self.up = linear(cfg.hidden_size, cfg.ffn_size)
         self.down = linear(cfg.ffn_size, cfg.hidden_size)
+        self.project = SharedInput()
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x_BTD)))
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+            (up,) = self.project(x_BTD, (self.up,), context)
+            return self.down(F.gelu(up))
+        gate, up = self.project(x_BTD, (self.gate, self.up), context)
+        return self.down(F.silu(gate) * up)
 
 
 class Dropout(nn.Module):
@@ -102,8 +131,7 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return x_BTD
         key = random.key(context.dropout_key, self.layer)
-        samples_B1, columns_1T = context.samples_B[:, None], context.columns_T[None, :]
-        keep_BTD = random.dropout_mask(key, samples_B1, columns_1T, x_BTD.shape[-1], self.p)
+        keep_BTD = random.dropout_mask(key, *context.places, x_BTD.shape[-1], self.p)
         return x_BTD * keep_BTD * (1.0 / (1.0 - self.p))
 
     def extra_repr(self) -> str:

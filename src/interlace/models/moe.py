@@ -56,6 +56,22 @@ class Stacked(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_experts, out_size, in_size, device=device, dtype=dtype))
 
 
+class Enter(nn.Module):
+    """Where tokens reach the experts: (x_BTD, logits_BTX) -> x_BTD and logits_BTX that the experts and their weights
+    read, and the logits_BTX that the balance loss reads.  Replaced where not every position, or only a slice of every
+    expert, is here."""
+
+    def forward(self, x_BTD: Tensor, logits_BTX: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        return x_BTD, logits_BTX, logits_BTX
+
+
+class Leave(nn.Module):
+    """Where they come back: x_BTD -> x_BTD."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD
+
+
 class MoE(nn.Module):
     """x_BTD -> x_BTD; hands its balance loss to the context when the configuration gives it a coefficient."""
 
@@ -71,10 +87,15 @@ class MoE(nn.Module):
         self.gate = Stacked(X, F_, D, **new)
         self.up = Stacked(X, F_, D, **new)
         self.down = Stacked(X, D, F_, **new)
+        self.enter = Enter()
+        self.leave = Leave()
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        weights_BTk, experts_BTk, probabilities_BTX = route(self.router(x_BTD), self.k, self.normalise)
+        x_BTD, logits_BTX, own_BTX = self.enter(x_BTD, self.router(x_BTD), context)
+        weights_BTk, experts_BTk, probabilities_BTX = route(logits_BTX, self.k, self.normalise)
         if self.balanced:
+            if own_BTX is not logits_BTX:
+                probabilities_BTX = own_BTX.softmax(dim=-1, dtype=torch.float32)
             load_BX = load(experts_BTk, probabilities_BTX.shape[-1])
             mass_BX = probabilities_BTX.sum(dim=1)
             context.add_router_loss(self.layer, balance_loss(load_BX, mass_BX, x_BTD.shape[1], self.k))
@@ -86,7 +107,7 @@ class MoE(nn.Module):
             self.up.weight,
             self.down.weight,
         )
-        return mixed_ND.view_as(x_BTD)
+        return self.leave(mixed_ND.view_as(x_BTD))
 
 
 def mix(

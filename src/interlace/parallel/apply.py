@@ -9,10 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.collectives import Meter, make_groups
-from interlace.errors import ConfigError, PlanError, nearest
+from interlace.errors import ConfigError, PlanError
 from interlace.launch import join
-from interlace.mesh import Mesh
+from interlace.mesh import ORDER, Mesh
 from interlace.parallel.data import DataParallel
+from interlace.parallel.part import holding
+from interlace.parallel.roles import KINDS, Roles, resolve, split_module
+from interlace.parallel.tensor import Axis
 from interlace.spec import Role
 
 UNDECAYED = (Role.NORM, Role.BIAS)
@@ -21,7 +24,7 @@ UNDECAYED = (Role.NORM, Role.BIAS)
 def parallelize(
     module: nn.Module,
     mesh: Mesh | str | None = None,
-    roles: Mapping[str, Role] | None = None,
+    roles: Roles | None = None,
     *,
     zero: int = 0,
     units: Sequence[str] | None = None,
@@ -38,27 +41,23 @@ def parallelize(
         optimizer.step()
 
     Args:
-        mesh: a `Mesh`, its text ("dp=4", or "dp=4 shard=2" to split over 2 neighbours and repeat that twice), or None
-            for all ranks along the data axis.  A process without a process
-            group is joined to its torchrun or SLURM peers, and is a world of one if it has none.
-        roles: parameter name -> `spec.Role`; on the data axis it says which parameters take no weight decay (norms
-            and biases; by default those with fewer than two dimensions).
+        mesh: a `Mesh`, its text ("dp=4"; "dp=4 shard=2" to split over 2 neighbours and repeat that twice; "tp=2 dp=2",
+            ranks of tp being neighbours in any order of the words), or None for all ranks along the data axis.  A
+            process without a process group is joined to its torchrun or SLURM peers, and is a world of one if it has
+            none.
+        roles: name or pattern ("*.q_proj") of modules and parameters -> `spec.Role`, or (role, rows that stay together:
+            a head's); the first pattern that fits decides.  How `tp` splits: `parallel.roles`.  NORM and BIAS take no
+            weight decay (by default those with fewer than two dimensions).  Ranks of one tp group are given the same
+            batch.
         zero, units, gradients, compute_dtype, wire_dtype: see `DataParallel`.
         timeout: seconds, the limit of every wait.
 
     Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
-    mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed; `ConfigError` for
-    a role of an unknown parameter, and what `DataParallel` refuses.
+    mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
+    divide by tp; `ConfigError` for a role of an unknown parameter, and what `DataParallel` refuses.
     """
-    decay = {name: role not in UNDECAYED for name, role in (roles or {}).items()}
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    for name in decay:
-        if name not in names:
-            known = nearest(name, names)
-            raise ConfigError(
-                f'roles names "{name}", but the module has no parameter of that name'
-                + (f'; did you mean "{known}"?' if known else ".")
-            )
+    found = resolve(module, roles or {})
+    decay = _decay(module, found)
     if dist.is_initialized():
         rank, size, meter = dist.get_rank(), dist.get_world_size(), Meter(record=False)
         cuda = dist.get_backend() != "gloo"
@@ -66,9 +65,16 @@ def parallelize(
     else:
         world = join(timeout)
         rank, size, device, meter = world.rank, world.size, world.device, Meter(world.waiting, record=False)
-    groups = make_groups(_data_mesh(mesh, size), rank, device, timeout, meter)
+    mesh = _mesh(mesh, size)
+    groups = make_groups(mesh, rank, device, timeout, meter)
+    module, parts = module.to(device), {}
+    if mesh.size("tp") > 1:
+        if not any(role in KINDS for role, _ in found.values()):
+            raise ConfigError(f"the mesh {mesh} splits over tp, but roles names nothing to split; see parallel.roles.")
+        axis = Axis(groups["tp"], sequence=False)
+        parts = split_module(module, found, axis, holding(groups, "tp", timeout))
     return DataParallel(
-        module.to(device),
+        module,
         groups["dp"],
         zero=zero,
         hybrid=(groups["shard"], groups["replica"]) if "shard" in groups.by_axis else None,
@@ -77,18 +83,33 @@ def parallelize(
         compute_dtype=compute_dtype,
         wire_dtype=wire_dtype,
         decay=decay,
+        parts=parts,
+        tensor=groups.by_axis.get("tp"),
     )
 
 
-def _data_mesh(mesh: Mesh | str | None, size: int) -> Mesh:
+def _decay(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> dict[str, bool]:
+    """Parameter -> whether weight decay applies, as far as a role of it or of its module says."""
+    decay = {}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        role, _ = roles.get(name) or roles.get(name.rpartition(".")[0]) or (None, 1)
+        if role in UNDECAYED or (role is not None and name in roles):
+            decay[name] = role not in UNDECAYED
+    return decay
+
+
+def _mesh(mesh: Mesh | str | None, size: int) -> Mesh:
     """The mesh asked for, if `size` processes can run it."""
     if mesh is None:
         mesh = Mesh((("dp", size),))
     elif isinstance(mesh, str):
-        mesh = Mesh.parse(mesh)
+        read = Mesh.parse(mesh)
+        mesh = Mesh(
+            tuple(sorted(read.axes, key=lambda axis: ORDER.index(axis[0]) if axis[0] in ORDER else -1)), read.folds
+        )
     if mesh.world != size:
         raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {size} are running; use dp={size}.")
-    other = [axis for axis, n in (*mesh.axes, *mesh.folds) if axis not in ("dp", "shard") and n > 1]
+    other = [axis for axis, n in (*mesh.axes, *mesh.folds) if axis not in ("dp", "shard", "tp") and n > 1]
     if other:
         raise PlanError(f"the mesh {mesh} splits over {other[0]}, which this release does not execute; use dp={size}.")
     return mesh if any(axis == "dp" for axis, _ in mesh.axes) else Mesh((*mesh.axes, ("dp", 1)))

@@ -24,23 +24,26 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, broadcast, sum_scalars
-from interlace.errors import ConfigError
+from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
+from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, assign_slots, leave_meta
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, choose_slots, leave_meta
+from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
+APART = 1e-3  # of the largest, or 4 units in the last place: gradients of the same numbers differ by rounding alone
 
 
 class DataParallel(nn.Module):
@@ -61,7 +64,10 @@ class DataParallel(nn.Module):
         wire_dtype: dtype in which gradients travel; None = that of the main gradients.
         ahead: units gathered ahead of the one that computes.
         overlap: False runs every transfer by itself, for comparison: nothing is gathered ahead, nothing waits later.
+        transport: "library" (NCCL, gloo), "copy" (`collectives.window`: ranks of one host read each other's memory, on
+            GPUs by copy engines), or "auto": "copy" on GPUs that reach each other.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
+        parts, tensor: of a module that the tensor axis has split: every parameter's part, and that axis's ranks.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
     optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  The module's own
@@ -82,9 +88,12 @@ class DataParallel(nn.Module):
         wire_dtype: torch.dtype | None = None,
         ahead: int = 1,
         overlap: bool = True,
+        transport: str = "auto",
         materialise: Materialise | None = None,
         dims: dict[str, str] | None = None,
         decay: dict[str, bool] | None = None,
+        parts: Mapping[str, Part] | None = None,
+        tensor: Group | None = None,
     ) -> None:
         super().__init__()
         if zero not in (0, 1, 2, 3):
@@ -101,16 +110,19 @@ class DataParallel(nn.Module):
         self.overlap = overlap
         self.ahead = ahead if overlap else 0
         self.sync = True
+        self.tensor = tensor if tensor is not None and tensor.size > 1 else None
+        self._compared = self.tensor is None
         self._scale = 1.0 / group.size if gradients == "mean" else 1.0
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
         self._stale = False
+        self._adding = False  # gradients of earlier passes wait for this one
         self._next_gather = 0
         self._next_item = 0
         self._round: Round | None = None
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]], bool]] = deque()
         self.units, self.root = find_units(module, units)
-        self._fill_units(compute_dtype, dims or {}, decay or {})
+        self._fill_units(compute_dtype, dims or {}, decay or {}, parts or {})
         if materialise is None:
             if any(parameter.is_meta for parameter in module.parameters()):
                 raise ConfigError("the module is on the meta device; give materialise, or build it on a real device.")
@@ -120,6 +132,7 @@ class DataParallel(nn.Module):
         if materialise is not None:
             leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots(distance=ahead + 1)
+        self._make_windows(transport)
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
@@ -177,8 +190,24 @@ class DataParallel(nn.Module):
         finally:
             self._round = None
 
+    def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Runs `update(leaves)` for one flat run after another, each before its weights are gathered next.
+
+        So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
+        the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
+        `state_dict`, ...) finds them updated.
+        """
+        for flat in self._trainable:
+            flat.postpone(functools.partial(update, flat.leaves))
+
+    def settle(self) -> None:
+        """Runs the updates that were postponed and did not run yet."""
+        for flat in self._trainable:
+            flat.update()
+
     def refresh(self) -> None:
         """Takes the parameters from the main weights again, after these were changed by hand.  Collective."""
+        self.settle()
         for flat in self.flats:
             flat.forget()
             if self.zero < 3:
@@ -191,6 +220,16 @@ class DataParallel(nn.Module):
         return self.zero > 0 and self.inner.size > 1
 
     @property
+    def axes(self) -> list[Group]:
+        """The groups over which a sum of every rank's own part is a sum over the whole module and batch."""
+        return [self.group] if self.tensor is None else [self.group, self.tensor]
+
+    @property
+    def stands_first(self) -> bool:
+        """Whether this rank is the one of its tensor group that speaks for what all of them have alike: the loss."""
+        return self.tensor is None or self.tensor.rank == 0
+
+    @property
     def flats(self) -> list[Flat]:
         return [flat for unit in [*self.units, self.root] for flat in unit.flats]
 
@@ -200,6 +239,7 @@ class DataParallel(nn.Module):
 
     def leaves(self) -> list[nn.Parameter]:
         """The flat main weights that this rank holds, in a fixed order; `.decay` says whether weight decay applies."""
+        self.settle()
         return [leaf for flat in self.flats for leaf in flat.leaves]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -219,11 +259,13 @@ class DataParallel(nn.Module):
 
     def placements(self, *, owned: bool) -> Iterator[Placement]:
         """Where every parameter's elements lie in the leaves (trainable) on this rank."""
+        self.settle()
         for flat in self.flats:
             yield from flat.placements(owned)
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full, from the main weights, unit by unit.  Collective; use each before the next."""
+        self.settle()
         for flat in self.flats:
             yield from flat.whole(flat.main)
 
@@ -240,7 +282,7 @@ class DataParallel(nn.Module):
         """
         first = self.outer is None or self.outer.rank == 0
         counted = [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
-        return norms.square_sum((leaf for flat in counted for leaf in flat.leaves), self.group.device)
+        return norms.square_sum((grad for flat in counted for grad in flat.counted()), self.group.device)
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -260,16 +302,18 @@ class DataParallel(nn.Module):
 
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
-        norm = sum_scalars(self.square_sum(), [self.group], name="gradient norm").sqrt()[0]
-        norms.scale(self.leaves(), norm, max_norm)
+        norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
+        norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
 
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
-        return digest(self.flats, everywhere or self.group.rank == 0)
+        self.settle()
+        return digest(self.flats, everywhere or (self.group.rank == 0 and self.stands_first))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        self.settle()
         destination = {} if destination is None else destination
         for name, value in whole_state(self.module, self.flats).items():
             destination[prefix + name] = value
@@ -281,6 +325,7 @@ class DataParallel(nn.Module):
         Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
         another shape.
         """
+        self.settle()
         found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
@@ -304,9 +349,17 @@ class DataParallel(nn.Module):
             "gradients": [grad for flat in self.flats for grad in flat.gradients()],
         }
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the memory that peers read, which torch's own allocator does not count."""
+        slots = {id(slot): slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None}
+        return sum(slot.window.own.numel() for slot in slots.values() if slot.window is not None)
+
     # -- construction --------------------------------------------------------------------------------------------------
 
-    def _fill_units(self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool]) -> None:
+    def _fill_units(
+        self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool], parts: Mapping[str, Part]
+    ) -> None:
         home = homes(self.module, self.units, self.root)
         members: dict[tuple[str, torch.dtype, bool], tuple[Unit, list[Member]]] = {}
         for name, parameter in self.module.named_parameters():
@@ -314,7 +367,8 @@ class DataParallel(nn.Module):
             key = (unit.name, parameter.dtype, parameter.requires_grad)
             letters = dims.get(name) or " ".join(f"d{i}" for i in range(parameter.dim())) or "one"
             decays = decay.get(name, parameter.dim() >= 2)
-            member = Member(name, parameter, letters, decays, parameter.shape)
+            part = parts.get(name)
+            member = Member(name, parameter, part.slicing.dims if part else letters, decays, parameter.shape, part=part)
             members.setdefault(key, (unit, []))[1].append(member)
         for (_, dtype, trainable), (unit, found) in members.items():
             computing = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
@@ -334,10 +388,44 @@ class DataParallel(nn.Module):
             tensor.copy_(broadcast(tensor.contiguous(), self.group, name="initial values").wait())
 
     def _make_slots(self, distance: int) -> list[Slot]:
-        flats = [flat for unit in self.units for flat in unit.flats]
-        positions = [unit.position for unit in self.units for _ in unit.flats]
-        shared = assign_slots(flats, positions, distance, share=self.zero == 3)
-        return shared + assign_slots(self.root.flats, [0] * len(self.root.flats), 1, share=False)
+        """Gives each run that needs one a buffer to be gathered into: shared ones under zero=3, the root's its own."""
+        inner = [(flat, unit.position) for unit in self.units for flat in unit.flats if flat.casts]
+        root = [(flat, 0) for flat in self.root.flats if flat.casts]
+        found: list[Slot] = []
+        for pairs, shared in ((inner, self.zero == 3), (root, False)):
+            flats, positions = [flat for flat, _ in pairs], [position for _, position in pairs]
+            distance = distance if shared and flats and flats[0].sharded else 0
+            for flat, slot in zip(flats, choose_slots(flats, positions, distance), strict=True):
+                flat.slot = slot
+                found += [] if slot in found else [slot]
+        return found
+
+    def _make_windows(self, transport: str) -> None:
+        """Puts what peers read into memory that they reach: gathered copies, and gradients that travel as they arose.
+
+        As many units' gradients as are on their way, and the one being written, have a place.
+        """
+        if transport not in ("auto", "library", "copy"):
+            raise ConfigError(f'transport="{transport}" is none of "auto", "library" and "copy".')
+        if transport == "library" or not self.sharded or (transport == "auto" and self.inner.device.type != "cuda"):
+            return
+        if not reach(self.inner):
+            if transport == "copy":
+                raise ConfigError(
+                    f'transport="copy" needs ranks of one host that reach each other\'s memory, and those along '
+                    f'{self.inner.axis} do not; use transport="auto".'
+                )
+            return
+        place = {id(flat): unit.position for unit in [*self.units, self.root] for flat in unit.flats}
+        leaving = [flat for flat in self._trainable if flat.sharded and flat.compute_dtype != flat.main_dtype]
+        outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
+        for flat, slot in zip(leaving, outboxes, strict=True):
+            flat.outbox = slot
+        arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
+        for found in (arriving, outboxes):
+            slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
+            for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                slot.window = window
 
     def _register_hooks(self) -> None:
         for unit in self.units:
@@ -364,6 +452,7 @@ class DataParallel(nn.Module):
                     handle.wait()
             for flat in self._trainable:
                 flat.drop()
+            self._adding = False
             self._rest()
         self._drop_stale()
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
@@ -457,7 +546,7 @@ class DataParallel(nn.Module):
             flat.gather()
             flat.show()
         for flat in self._trainable:
-            flat.begin()
+            flat.begin(alone=self.sync and not self._adding)
         for unit in [*self.units, self.root]:
             unit.reduced = False
             unit.waiting_for = {
@@ -530,7 +619,10 @@ class DataParallel(nn.Module):
                 self._deliver()
 
     def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
-        return flat.reduce(self._scale, self._wire) if self._round is None else flat.reduce_round(self._round)
+        if self._round is None:
+            return flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared)
+        assert self.tensor is None, "sums in a fixed order are over the data axis alone"
+        return flat.reduce_round(self._round)
 
     @property
     def _is_last(self) -> bool:
@@ -554,6 +646,21 @@ class DataParallel(nn.Module):
             while self._reductions:
                 self._deliver()
             self._stale = self._stale or self.sync
+            self._adding = not self.sync
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
+        if self.sync and not self._compared:
+            self._refuse_apart()
+
+    def _refuse_apart(self) -> None:
+        """After the first reduction: whole parameters whose gradients differ over the tensor axis, if not owed."""
+        self._compared = True
+        for flat in self._trainable:
+            apart, flat.apart = flat.apart, []
+            for name, difference in apart:
+                if (share := difference.item()) > max(APART, 4 * torch.finfo(flat.compute_dtype).eps):
+                    raise NumericsError(
+                        f"the gradient of {name} is not the same on all ranks of tp ({100 * share:.2g} % apart), so "
+                        "what it works on must be split; give the module around it the role SPLIT."
+                    )

@@ -11,8 +11,12 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
     zero            0      1      2      3
     main weights    n     n/w    n/w    n/w     fp32, what the optimizer updates
     parameters      n*     n      n     two units at a time, in shared buffers
-    gradients       n      n     n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
-    * no second copy when the parameters compute in the dtype of the main weights
+    gradients       n      n**   n/w    n/w     fp32, after the reduction (with fixed order, n/w more under 0 and 1)
+    *  no second copy when the parameters compute in the dtype of the main weights
+    ** n/w when they compute in a narrower dtype and the reduced pass is the step's only one
+
+Gradients of such a pass travel as they arose, in bf16 say, and are added up in fp32: the sum of the same numbers as if
+each had been widened first, with half the bytes on the wire and in memory.  Several passes add up in fp32 first.
 
 Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
 
@@ -23,15 +27,18 @@ extra read and write of every weight, twice a step.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, add_parts, all_gather, all_reduce, reduce_scatter, then
+from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, both, reduce_scatter, then
 from interlace.errors import ConfigError
+from interlace.parallel.part import Part
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
 # (parameter name, first element, one past the last) -> that range of the flattened initial values
@@ -40,7 +47,10 @@ Materialise = Callable[[str, int, int], torch.Tensor]
 
 @dataclass
 class Member:
-    """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run."""
+    """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run.
+
+    part: which slice of it the tensor axis has left here, if there is such an axis.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -48,15 +58,34 @@ class Member:
     decay: bool
     shape: torch.Size
     offset: int = 0
+    part: Part | None = None
 
     @property
     def numel(self) -> int:
         return self.shape.numel()
 
+    @property
+    def room(self) -> int:
+        """Elements of the largest slice, so that runs are cut alike on every rank of the tensor axis."""
+        return self.numel if self.part is None else self.part.largest
+
+    @property
+    def kind(self) -> tuple[int, bool]:
+        """On how many ranks of the tensor axis its slice is held, and whether they see the same."""
+        return (1, False) if self.part is None else (self.part.slicing.copies, self.part.alike)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank stands for all those of the tensor axis that hold the same slice."""
+        return self.part is None or self.part.is_first
+
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer that whole units are gathered into, one after another.  `content` is the run that it holds now."""
+    """A buffer for whole runs, one after another: what they are gathered into, or what their gradients leave from.
+
+    `content` is the run that it holds now.  `window`: its memory, when the peers read it directly.
+    """
 
     numel: int
     dtype: torch.dtype
@@ -64,11 +93,19 @@ class Slot:
     buffer: torch.Tensor | None = None
     content: Flat | None = None
     arriving: Handle[torch.Tensor] | None = None
+    window: Window | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
     def reserve(self) -> torch.Tensor:
         if self.buffer is None:
             with torch.inference_mode(False):  # it outlives the pass that first needs it
-                self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+                if self.window is not None:
+                    self.buffer = self.window.own.view(self.dtype)
+                else:
+                    self.buffer = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         return self.buffer
 
 
@@ -76,7 +113,8 @@ class Slot:
 class Placement:
     """Elements [start, stop) of a parameter are elements [leaf_start, leaf_stop) of optimizer leaf `leaf`.
 
-    A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.
+    A 0-d parameter has the shape (1,) here, since a layout needs a dimension to split.  Where the tensor axis cuts
+    another dimension than the first, elements count slice by slice: `cut` is that dimension and where slices begin.
     """
 
     name: str
@@ -87,6 +125,7 @@ class Placement:
     leaf_stop: int
     start: int
     stop: int
+    cut: tuple[int, tuple[int, ...]] = (0, ())
 
 
 @dataclass(frozen=True)
@@ -129,21 +168,27 @@ class Flat:
     main: torch.Tensor = field(init=False)
     leaves: list[nn.Parameter] = field(default_factory=list)
     slot: Slot | None = None
+    outbox: Slot | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
     _sum: torch.Tensor | None = None
     _carried: list[torch.Tensor | None] = field(default_factory=list)
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
-    _in_rounds: bool = False
+    _narrow: bool = False
+    _result: torch.Tensor | None = None
+    _due: Callable[[], None] | None = None
+    _used: list[torch.Tensor] = field(default_factory=list)
+    apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
     _version: int = -1
 
     def __post_init__(self) -> None:
-        self.members.sort(key=lambda member: not member.decay)  # stable: decayed first, else in the module's order
-        self.cut = cut([member.numel for member in self.members], self.group.size)
+        # Decayed first, then by what is owed, else in the module's order: what is treated alike is one range.
+        self.members.sort(key=lambda m: (not m.decay, m.kind))
+        self.cut = cut([member.room for member in self.members], self.group.size)
         for member, offset in zip(self.members, self.cut.offsets, strict=True):
             member.offset = offset
 
@@ -191,7 +236,7 @@ class Flat:
             if materialise is None:
                 self.fill(member, slice_of(member.parameter))
             else:
-                self.fill(member, functools.partial(materialise, member.name))
+                self.fill_whole(member, functools.partial(materialise, member.name))
             member.parameter.grad = None
         if self.trainable:
             self._make_leaves()
@@ -202,6 +247,10 @@ class Flat:
         start, stop = max(begin, member.offset), min(end, member.offset + member.numel)
         if start < stop:
             self.main[start - begin : stop - begin].copy_(values(start - member.offset, stop - member.offset))
+
+    def fill_whole(self, member: Member, values: Callable[[int, int], torch.Tensor]) -> None:
+        """`fill` from the values of the parameter that the tensor axis has not cut."""
+        self.fill(member, values if member.part is None else member.part.reader(values))
 
     def _make_leaves(self) -> None:
         begin, end = self.held
@@ -221,40 +270,58 @@ class Flat:
         """Where each parameter's elements lie in the leaves: only the owned ones, or all that this rank holds."""
         begin, end = self.own if owned else self.held
         for index, member in enumerate(self.members):
+            if owned and not member.is_first:
+                continue
+            part = member.part
+            shape, before = (member.shape, 0) if part is None else (part.shape, part.begin)
+            cut: tuple[int, tuple[int, ...]] = (0, ())
+            if part is not None and part.slicing.dim > 0:
+                cut = part.slicing.dim, part.slicing.bounds
             for leaf, leaf_start in zip(self.leaves, self._leaf_starts, strict=True):
                 start = max(begin, member.offset, leaf_start)
                 stop = min(end, member.offset + member.numel, leaf_start + leaf.numel())
                 if start < stop or (member.numel == 0 and leaf is self.leaves[0] and self.group.rank == 0):
                     yield Placement(
                         member.name,
-                        tuple(member.shape) or (1,),
+                        tuple(shape) or (1,),
                         self.layout(index),
                         leaf,
                         start - leaf_start,
                         max(stop, start) - leaf_start,
-                        start - member.offset,
-                        max(stop, start) - member.offset,
+                        before + start - member.offset,
+                        before + max(stop, start) - member.offset,
+                        cut,
                     )
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Starts making the whole run available in its slot, unless it is there already."""
+        """Starts making the whole run available in its slot, unless it is there already; first what is due for it."""
         slot = self.slot
         if slot is None or slot.content is self:
+            self.update()
             return
         if slot.arriving is not None:  # a unit that nobody used was on its way into this buffer
             slot.arriving.wait()
         whole = slot.reserve()[: self.numel]
+        if not self.sharded:
+            self.update()
+            whole.copy_(self.main)
+        else:
+            begin, end = self.held
+            due, self._due = self._due, None
+            self._used = [] if due is None else [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            slot.arriving = all_gather(
+                whole[begin:end],
+                self.inner,
+                out=whole,
+                source=self.main,
+                before=due,
+                window=slot.window,
+                name=f"gather {self.name}",
+            )
         slot.content = self
         self._version = self.main._version
-        if not self.sharded:
-            whole.copy_(self.main)
-            return
-        begin, end = self.held
-        slot.arriving = all_gather(
-            whole[begin:end], self.inner, out=whole, source=self.main, name=f"gather {self.name}"
-        )
 
     def show(self) -> None:
         """Waits for the gather and lets the parameters point at it."""
@@ -265,8 +332,25 @@ class Flat:
         if slot.arriving is not None:
             slot.arriving.wait()
             slot.arriving = None
+        if self._used:  # by an update on the side stream, which is over now
+            self._used = []
+            self.release()
         if not self._shown:
             self.point(slot.reserve())
+
+    def postpone(self, update: Callable[[], None]) -> None:
+        """Runs `update`, which changes the main weights and takes the gradients off the leaves, when the weights are
+        gathered next, on the stream of the gather."""
+        self.forget()
+        self._due = update
+
+    def update(self) -> None:
+        """Runs a postponed update now."""
+        due, self._due = self._due, None
+        if due is not None:
+            due()
+            self.forget()
+            self.release()
 
     def point(self, whole: torch.Tensor) -> None:
         """Makes every parameter a view of `whole`."""
@@ -304,30 +388,35 @@ class Flat:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward pass begins.  What earlier ones left unreduced is dropped if the caller has taken it away."""
+    def begin(self, alone: bool) -> None:
+        """A backward pass begins; `alone`: its gradients are reduced without those of any other.  What earlier ones
+        left unreduced is dropped if the caller has taken it away."""
         if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
             self.drop()
         self._unreduced = False
+        self._narrow = alone and self.group.size > 1
 
     def release(self) -> None:
         """Lets gradient buffers go that hold nothing: under the activations of the next forward nobody needs them."""
         if not self._written and all(leaf.grad is None for leaf in self.leaves):
-            self.grad = self._shard_grad = self._sum = None
+            self.grad = self._shard_grad = self._sum = self._result = None
 
     def drop(self) -> None:
         """Forgets the gradients that have not been reduced."""
         self._written.clear()
         self._carried = []
+        self._leave_outbox()
 
     def accumulate(self, index: int) -> None:
-        """Adds the gradient of member `index` to the fp32 run, and takes it off the parameter."""
+        """Adds the gradient of member `index` to the run, and takes it off the parameter."""
         member = self.members[index]
         grad = member.parameter.grad
         assert grad is not None
         if not self._written:
             self._begin_gradients()
         assert self.grad is not None
+        if index in self._written and self.grad.dtype != self.main_dtype:
+            self.grad = self.grad.to(self.main_dtype)
         place = self.grad[member.offset : member.offset + member.numel].view(member.shape)
         if grad.is_sparse:
             grad = grad.to_dense()
@@ -341,21 +430,46 @@ class Flat:
     def _begin_gradients(self) -> None:
         """Makes room; gradients that the leaves still have are added to the coming reduction's."""
         self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
-        if self.grad is None:
-            self.grad = torch.empty(self.numel, dtype=self.main_dtype, device=self.main.device)
+        dtype = self.compute_dtype if self._narrow else self.main_dtype
+        if self._narrow and self.outbox is not None and self.outbox.content is None:
+            self.grad = self._enter_outbox()
+        elif self.grad is None or self.grad.dtype != dtype:
+            self.grad = torch.empty(self.numel, dtype=dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
         for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
             self.grad[end:following].zero_()
 
-    def _reduced(self) -> torch.Tensor:
-        """Where the reduced gradient of the held elements lies."""
-        if not self.sharded:
-            assert self.grad is not None
-            return self.grad
-        if self._in_rounds and self.outer is None:
-            return self._accumulator()
-        if self.zero == 1:
-            assert self.grad is not None
+    def _enter_outbox(self) -> torch.Tensor:
+        """The run's place in the memory that its peers read."""
+        assert self.outbox is not None and self.outbox.window is not None and self.outbox.content is None
+        self.outbox.window.claim()
+        self.outbox.content = self
+        return self.outbox.reserve()[: self.numel]
+
+    def _leave_outbox(self) -> None:
+        if self.outbox is not None and self.outbox.content is self:
+            self.outbox.content = self.grad = None
+
+    def _leaving(self) -> tuple[torch.Tensor, Window | None]:
+        """The complete run in the dtype in which it travels, the same on every rank, and the window in which it lies.
+
+        Two things may have kept it from being written there: a gradient that came in parts, which add up in fp32, and
+        a unit before it whose gradients came late.
+        """
+        grad = self._complete()
+        if self._narrow and grad.dtype != self.compute_dtype:
+            grad = self.grad = grad.to(self.compute_dtype)
+        if not self._narrow or self.outbox is None:
+            return grad, None
+        if self.outbox.content is not self:
+            grad = self.grad = self._enter_outbox().copy_(grad)
+        elif grad.data_ptr() != self.outbox.reserve().data_ptr():
+            grad = self.grad = self.outbox.reserve()[: self.numel].copy_(grad)
+        return grad, self.outbox.window
+
+    def _place_for_sum(self) -> torch.Tensor:
+        """Where the reduced gradient of the held elements goes: into the run itself where all of it stays."""
+        if self.zero < 2 and self.grad is not None and self.grad.dtype == self.main_dtype:
             return self.grad[self.held[0] : self.held[1]]
         if self._shard_grad is None:
             self._shard_grad = torch.empty_like(self.main)
@@ -381,40 +495,96 @@ class Flat:
 
     def reduce(self, scale: float, wire: torch.dtype | None) -> Handle[torch.Tensor]:
         """Starts the sum over ranks."""
-        grad, name = self._complete(), f"reduce {self.name}"
-        self._in_rounds = False
-        wire = wire if self.main_dtype.is_floating_point else None
+        (grad, window), name, outer = self._leaving(), f"reduce {self.name}", self.outer
+        result = self._result = self._place_for_sum()
+        wire = wire if self.main_dtype.is_floating_point and grad.dtype == self.main_dtype else None
         if not self.sharded:
-            return all_reduce(grad, self.group, wire=wire, scale=scale, name=name)
-        reduced, outer = self._reduced(), self.outer
-        inside = reduce_scatter(grad, self.inner, out=reduced, wire=wire, scale=scale, name=name)
+            return all_reduce(grad, self.group, out=result, wire=wire, scale=scale, name=name)
+        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, window=window, name=name)
         if outer is None:
             return inside
-        return then(inside, self.inner, lambda: all_reduce(reduced, outer, wire=wire, name=name))
+        return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
+
+    def pay(self, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
+        """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
+
+        Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
+        in `apart` how far those lie apart that should be alike, in units of the largest of a parameter.
+        """
+        held, first = self._result, self.held[0]
+        assert held is not None
+        for members, part in self._owed():
+            start = max(members[0].offset - first, 0)
+            place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
+            if not place.numel():
+                continue
+            paid = functools.partial(self._paid, place, part, [*members, start + first] if compare else [])
+            if self.group.size == 1:
+                reduced = both(reduced, paid())
+            else:
+                reduced = then(reduced, self.inner, paid)
+        return reduced
+
+    def _paid(self, place: torch.Tensor, part: Part, compared: list[Any]) -> Handle[torch.Tensor]:
+        assert part.owed is not None
+        if part.alike and compared:
+            *members, start = compared
+            everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait().view(part.owed.size, -1)
+            size = everyone.abs().amax(dim=0)
+            least = size.amax() * torch.finfo(self.compute_dtype).eps ** 0.5  # below it all may be rounding
+            for m in members:
+                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(size))
+                if low < high:
+                    apart = (everyone[:, low:high] - everyone[0, low:high]).abs().amax()
+                    self.apart.append((m.name, apart / torch.maximum(size[low:high].amax(), least).clamp(min=1e-30)))
+        scale = 1.0 / part.owed.size if part.alike else 1.0
+        return all_reduce(place, part.owed, scale=scale, name=f"pay {self.name}")
+
+    def _owed(self) -> Iterator[tuple[list[Member], Part]]:
+        """Neighbours in the run that are owed over the tensor axis in one way."""
+        for _, run in itertools.groupby(self.members, lambda m: (m.kind, m.decay)):
+            members = list(run)
+            part = members[0].part
+            if part is not None and part.owed is not None:
+                yield members, part
+
+    def counted(self) -> Iterator[torch.Tensor]:
+        """The gradients of the held elements that no rank of the tensor axis before this one holds too."""
+        for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
+            if leaf.grad is None:
+                continue
+            at = 0
+            for member in self.members:
+                if not member.is_first:
+                    low = min(max(member.offset - start, at), leaf.numel())
+                    yield leaf.grad[at:low]
+                    at = min(max(member.offset + member.numel - start, at), leaf.numel())
+            yield leaf.grad[at:]
 
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
         that hold an element have it."""
-        grad, name, accumulator = self._complete(), f"reduce {self.name}", self._accumulator()
-        self._in_rounds = True
-        sent = grad
+        (sent, window), name, accumulator = self._leaving(), f"reduce {self.name}", self._accumulator()
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
-            sent = grad.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1)
-        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, name=name)
+            sent, window = sent.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1), None
+        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, window=window, name=name)
         holders = self.outer if self.sharded else self.group
         if not round.last or holders is None:
+            self._result = accumulator
             return added
-        held = self._reduced()
+        held = self._result = self._place_for_sum()
         return then(added, self.group, lambda: all_gather(accumulator, holders, out=held, name=name))
 
     def deliver(self, last: bool = True) -> None:
-        """After a reduction: lets the whole run go where only a shard stays; after the last one of a step, hands the
+        """After a reduction: lets the whole run go where it is not the result; after the last one of a step, hands the
         gradient to the leaves."""
-        if self.sharded and self.zero >= 2:
+        assert self._result is not None
+        self._leave_outbox()
+        if self.grad is not None and self._result.untyped_storage() is not self.grad.untyped_storage():
             self.grad = None
         if not last:
             return
-        self._hand_out(self._reduced())
+        self._hand_out(self._result)
         for leaf, carried in zip(self.leaves, self._carried, strict=True):
             if carried is not None:
                 assert leaf.grad is not None
@@ -440,7 +610,8 @@ class Flat:
         if self.sharded:
             values = all_gather(values.contiguous(), self.inner, name=f"collect {self.name}").wait()
         for member in self.members:
-            yield member.name, values[member.offset : member.offset + member.numel].view(member.shape)
+            local = values[member.offset : member.offset + member.numel].view(member.shape)
+            yield member.name, local if member.part is None else member.part.whole(local)
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradient tensors that are held now."""
@@ -449,7 +620,8 @@ class Flat:
     def own_gradient(self) -> torch.Tensor:
         """The reduced gradient of the elements that this rank owns: 1-D, whole chunks, zero between parameters."""
         (begin, end), start = self.own, self.held[0]
-        return self._reduced()[begin - start : end - start]
+        assert self._result is not None
+        return self._result[begin - start : end - start]
 
     @property
     def chunks(self) -> int:
@@ -468,21 +640,17 @@ def slice_of(tensor: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def assign_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int, share: bool) -> list[Slot]:
-    """Gives each run that needs one a buffer: its own, or with `share` one of `plan.zero.slots`."""
-    casting = [(flat, position) for flat, position in zip(flats, positions, strict=True) if flat.casts]
-    totals = [flat.numel for flat, _ in casting]
-    chosen: Sequence[int] = range(len(casting))
-    if share and casting and casting[0][0].sharded:
-        chosen = slots(totals, [position for _, position in casting], distance)
-    made = {}
-    for (flat, _), number in zip(casting, chosen, strict=True):
-        key = (number, flat.compute_dtype)
-        if key not in made:
-            made[key] = Slot(0, flat.compute_dtype, flat.main.device)
-        flat.slot = made[key]
-        flat.slot.numel = max(flat.slot.numel, flat.numel)
-    return list(made.values())
+def choose_slots(flats: Sequence[Flat], positions: Sequence[int], distance: int) -> list[Slot]:
+    """A buffer for each run, in the dtype in which it computes, some shared as `plan.zero.slots` says (0 = none)."""
+    totals = [flat.numel for flat in flats]
+    chosen = slots(totals, positions, distance) if distance else range(len(flats))
+    made: dict[tuple[int, torch.dtype], Slot] = {}
+    found = []
+    for flat, number in zip(flats, chosen, strict=True):
+        slot = made.setdefault((number, flat.compute_dtype), Slot(0, flat.compute_dtype, flat.main.device))
+        slot.numel = max(slot.numel, flat.numel)
+        found.append(slot)
+    return found
 
 
 def leave_meta(module: nn.Module, flats: Iterable[Flat], device: torch.device) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from interlace.parallel.flat import Flat
 
@@ -20,18 +19,16 @@ CHUNK = 4096
 BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements whose squares are held at a time; CHUNK divides it
 
 
-def square_sum(leaves: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Sum of squares of the gradients of `leaves`: fp64, [1].
+def square_sum(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares of 1-D `gradients`: fp64, [1].
 
     Fixed chunks have their norm in fp32, one read of memory and no copy; their squares are added in fp64, so that the
     sum does not lose small elements beside large ones.
     """
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for leaf in leaves:
-        if leaf.grad is None:
-            continue
-        whole = leaf.grad.numel() // CHUNK * CHUNK
-        chunks, rest = leaf.grad[:whole].view(-1, CHUNK), leaf.grad[whole:]
+    for gradient in gradients:
+        whole = gradient.numel() // CHUNK * CHUNK
+        chunks, rest = gradient[:whole].view(-1, CHUNK), gradient[whole:]
         total += torch.linalg.vector_norm(chunks, dim=1).double().square().sum()
         total += torch.linalg.vector_norm(rest, dtype=torch.promote_types(rest.dtype, torch.float64)).square().real
     return total
@@ -74,9 +71,12 @@ def add_chunks(flats: Sequence[Flat], everyone: torch.Tensor) -> torch.Tensor:
     return tree_sum(torch.cat([part.reshape(-1)[: flat.chunks] for flat, part in parts]))
 
 
-def scale(leaves: Iterable[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Multiplies all gradients by min(1, limit / norm); `norm` stays on the device, nothing waits for it."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    for dtype in {grad.dtype for grad in grads}:
-        torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
+def factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """min(1, limit / norm), on the device: nothing waits for it."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies all gradients by `factor`, 0-d."""
+    for dtype in {grad.dtype for grad in gradients}:
+        torch._foreach_mul_([grad for grad in gradients if grad.dtype == dtype], factor.to(dtype))

@@ -54,17 +54,20 @@ def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any
     if strict and unexpected:
         raise CheckpointError(f'the state has "{unexpected[0]}", which the module lacks; give strict=False to skip it.')
     for name, value in state.items():
-        if isinstance(known.get(name), torch.Tensor) and value.shape != known[name].shape:
-            raise CheckpointError(
-                f'"{name}" is {list(value.shape)} in the state and {list(known[name].shape)} in the module; load the '
-                "state of a module of the same sizes."
-            )
+        part = held[first[name]][1].part if name in first else None
+        if isinstance(known.get(name), torch.Tensor):
+            shape = known[name].shape if part is None else part.shape
+            if value.shape != shape:
+                raise CheckpointError(
+                    f'"{name}" is {list(value.shape)} in the state and {list(shape)} in the module; load the state of '
+                    "a module of the same sizes."
+                )
     rest = {name: value for name, value in state.items() if name in known and name not in first}
     found = module.load_state_dict(rest, strict=False)
     for name, held_as in first.items():
         if name in state:
             flat, member = held[held_as]
-            flat.fill(member, slice_of(state[name]))
+            flat.fill_whole(member, slice_of(state[name]))
     return found._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 

@@ -65,7 +65,9 @@ def find_units(module: nn.Module, patterns: Sequence[str] | None) -> tuple[list[
     units = [Unit(name, names[name], position) for position, name in enumerate(chosen)]
     for unit in units:
         owners = [inner for inner in unit.module.modules() if inner._parameters]
-        unit.regather = not all(type(owner).forward is nn.Embedding.forward for owner in owners)
+        unit.regather = not all(
+            type(owner).forward is nn.Embedding.forward or not getattr(owner, "rereads", True) for owner in owners
+        )
     return units, Unit(ROOT, module, len(units))
 
 

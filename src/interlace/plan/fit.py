@@ -7,6 +7,7 @@ the nearest plan that works.  The same rules that refuse a plan filter the searc
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -71,6 +72,39 @@ def nearest_plans(
             found.append(plan)
             if len(found) == count:
                 break
+    return tuple(found)
+
+
+def random_plans(
+    config: Config, count: int, seed: int, most: int = 8, available_axes: Sequence[str] = ("dp",)
+) -> tuple[ParallelPlan, ...]:
+    """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
+
+    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches, overlap
+    and sequence; the rest is as in `config.plan`.
+    """
+    cfg, draw = config.model_config(), random.Random(seed)
+    worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
+    found: dict[ParallelPlan, None] = {}
+    for _ in range(200 * count):
+        dp, tp, pp, cp, ep = draw.choice(worlds)
+        zero = draw.randrange(4)
+        shards = [0, *(n for n in range(2, dp) if dp % n == 0 and zero and "shard" in available_axes)]
+        plan = replace(
+            config.plan,
+            dp=dp, tp=tp, pp=pp, cp=cp, ep=ep,
+            zero=zero,
+            shard=draw.choice(shards),
+            recompute=draw.choice(RECOMPUTE),
+            micro_batches=draw.choice((1, 1, 2, 3)),
+            micro_batch_size=0,
+            overlap=draw.choice(("on", "off")),
+            sequence=draw.choice(("on", "off")) if tp > 1 else "on",
+        )  # fmt: skip
+        if _reason(config, cfg, plan, plan.world, available_axes) is None:
+            found.setdefault(plan)
+        if len(found) == count:
+            break
     return tuple(found)
 
 
@@ -142,9 +176,14 @@ def _divides_model(
     config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available: Sequence[str]
 ) -> str | None:
     if cfg.num_heads % plan.tp:
-        return f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads"
-    if cfg.num_kv_heads % plan.tp and plan.tp % cfg.num_kv_heads:
-        return f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple"
+        return (
+            f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads (tp is {_legal_tp(cfg)})"
+        )
+    if not _serves_kv_heads(cfg, plan.tp):
+        return (
+            f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple "
+            f"(tp is {_legal_tp(cfg)})"
+        )
     if plan.chunks > 1 and plan.pp == 1:
         return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
     if cfg.num_layers < plan.pp * plan.chunks:
@@ -153,6 +192,16 @@ def _divides_model(
     if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
         return f"asks for cp={plan.cp}, found {config.data.sequence_length} positions for {2 * plan.cp} slices"
     return None
+
+
+def _serves_kv_heads(cfg: ModelConfig, tp: int) -> bool:
+    return cfg.num_kv_heads % tp == 0 or tp % cfg.num_kv_heads == 0
+
+
+def _legal_tp(cfg: ModelConfig) -> str:
+    """The sizes of the tensor axis that heads allow, in words."""
+    sizes = [n for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0 and _serves_kv_heads(cfg, n)]
+    return " or ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
 
 
 def _divides_batch(

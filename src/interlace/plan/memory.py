@@ -6,14 +6,16 @@ the compute dtype:
     zero              0         1        2               3
     main weights      4 n       4 n/w    4 n/w           4 n/w         fp32
     computing copy    c n *     c n      c n             buffers that units at least two apart share
-    gradients         4 n       4 n      4 n/w + units   4 n/w + units    fp32
+    gradients         4 n       4 n **   4 n/w + units   4 n/w + units    fp32
     AdamW             8 n       8 n/w    8 n/w           8 n/w
-    * none in fp32, where the main weights compute
+    *  none in fp32, where the main weights compute
+    ** 4 n/w + units when one pass in bf16 is reduced by itself
 
 "+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
-micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.  Buffers
-of gradients come as backward needs them and go when the optimizer has read them, so at the beginning of backward, when
-activations are most, three units of them are there.
+micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.  Whole
+units are in the dtype in which gradients travel; where peers read them (`collectives.window`) their memory stays.
+Buffers of gradients come as backward needs them and go when the optimizer has read them.  So three moments may be the
+worst: the end of forward, when activations and the work of the loss are there; the beginning of backward; its end.
 
 Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
 its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Not counted: what
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from interlace.config import Config, ModelConfig, ParallelPlan
@@ -37,7 +39,7 @@ LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the most loaded rank at the worst moment: the beginning of backward, or its end.
+    """Bytes on the most loaded rank at the worst moment: the end of forward, or the beginning or end of backward.
 
     gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of the two gradient
     reductions that may be under way.
@@ -103,29 +105,53 @@ def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, st
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
-    whole, some = 4 * sum(run.numel for run in runs), 4 * _adjacent(runs, 3)
-    fixed = config.run.reproducible == "plan"
-    sums = 0  # accumulators of sums in fixed order, where the reduced gradient has no place of its own
-    if fixed and (plan.zero < 2 or 1 < plan.shard < plan.dp):
-        sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1)
-    shards = 4 * sum(run.held(plan.zero) for run in runs)
-    # When the last backward pass of a step begins, then when it ends: gradients, activations, logits.
-    if count > 1:
-        at_first = sums + (some + shards if fixed and plan.zero >= 2 else whole)
-    else:
-        at_first = some
-    begins = (at_first, activations, logits)
-    ends = (sums + (shards + some if plan.zero >= 2 else whole), activations // max(1, stop - first), 0)
-    gradients, activations, logits = max(begins, ends, key=sum)
+    moments = _moments(config, plan, runs, device, activations, logits, stop - first, tokens)
+    gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied,
-        gradients=gradients + compute * max(run.largest for run in runs),
+        gradients=gradients,
         optimizer=state * held,
-        gather=compute * _buffers([run for run in runs if run.shares(plan.zero)]),
+        gather=compute * _buffers([run for run in runs if run.shares(plan.zero)], 2),
         activations=activations,
         logits=logits,
-        transfer=4 * _adjacent([run for run in runs if run.ways > 1], 2),
+        transfer=transfer,
     )
+
+
+def _moments(
+    config: Config,
+    plan: ParallelPlan,
+    runs: Sequence[_Run],
+    device: str,
+    activations: int,
+    logits: int,
+    layers: int,
+    tokens: int,
+) -> Iterator[tuple[int, int, int, int]]:
+    """(gradients, activations, logits, transfer) when the last forward pass of a step ends, when its backward begins,
+    and when that ends."""
+    cfg = config.model_config()
+    compute = 2 if config.train.precision == "bf16" else 4
+    count, _ = micro_batching(config, plan)
+    fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
+    narrow = compute == 2 and plan.dp > 1 and (fixed or count == 1)
+    size = compute if narrow else 4
+    whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
+    sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1) if fixed else 0
+    windows = narrow and plan.zero > 0 and device == "cuda" and plan.transport != "library"
+    some = size * (_buffers(runs, 3) if windows else _adjacent(runs, 3))
+    stays = some if windows else 0
+    if count > 1:
+        stays += sums if fixed and plan.dp > 1 else whole
+    received = size * _adjacent([run for run in runs if run.ways > 1], 2)
+    largest = compute * max(run.largest for run in runs)  # a gradient as autograd made it
+    yield stays, activations, logits, 0
+    kept = compute * (tokens + math.ceil(cfg.vocab_size / plan.tp)) * cfg.hidden_size if logits else 0
+    there = windows or (count > 1 and not fixed)  # room for what is written now
+    yield stays + (0 if there else some) + largest, activations, kept, received
+    in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
+    last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
+    yield last + some + largest, activations // max(1, layers), 0, received
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -188,10 +214,10 @@ def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
     return math.prod(shape)
 
 
-def _buffers(runs: Sequence[_Run]) -> int:
-    """Elements of the buffers that whole weights pass through, gathered one unit ahead."""
+def _buffers(runs: Sequence[_Run], distance: int) -> int:
+    """Elements of the buffers that whole runs pass through, units so far apart sharing one."""
     totals = [run.numel for run in runs]
-    chosen = engine.slots(totals, [run.position for run in runs], distance=2)
+    chosen = engine.slots(totals, [run.position for run in runs], distance)
     return sum(engine.slot_sizes(totals, chosen))
 
 
@@ -222,7 +248,8 @@ def _activations(
     documents = config.data.documents == "separate"
 
     def saved(recompute: str) -> int:
-        size = block_activations(cfg, sequences, length, compute, recompute, documents, device)
+        compiled = config.train.compile
+        size = block_activations(cfg, sequences, length, compute, recompute, documents, device, compiled)
         return math.ceil(size / plan.tp)
 
     waiting = 1
@@ -247,6 +274,7 @@ def block_activations(
     recompute: str = "none",
     documents: bool = False,
     device: str = "cuda",
+    compiled: bool = False,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
@@ -255,18 +283,23 @@ def block_activations(
                 output and its log-sum per head; gate, up, silu(gate), their product (or up and gelu(up));
                 dropout masks, a byte each; experts: the same four per chosen expert, its input, its output, routing
     selective   none, less what core attention keeps besides q, k, v and its output
+
+    A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
     """
+    norms = "cuda" if compiled and cfg.norm == "rmsnorm" else device
     N, D, E, c = sequences * length, cfg.hidden_size, cfg.head_dim, compute
     if recompute == "full":
         return N * D * c
-    per_token = 2 * (_norm_bytes(cfg, c, device) + D * c)
+    per_token = 2 * (_norm_bytes(cfg, c, norms) + D * c)
     if cfg.qk_norm:
         heads = cfg.num_heads + cfg.num_kv_heads
-        per_token += heads * ((E * 8 if device == "cpu" else E * c) + 4)
+        per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
     if cfg.dropout:
         per_token += 2 * D
     per_token += (
-        _experts_bytes(cfg, c) if cfg.num_experts else cfg.ffn_size * c * (4 if cfg.activation == "swiglu" else 2)
+        _experts_bytes(cfg, c)
+        if cfg.num_experts
+        else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
     return N * per_token + _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
 

@@ -6,15 +6,18 @@ of a flat run, less than a chunk for each parameter and each rank, counts: it li
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
+from interlace.plan import tensor
 from interlace.plan import zero as engine
-from interlace.spec import Parameter, executed_matmul_flops, parameters, units
+from interlace.spec import Parameter, parameters, units
 
 FP32, FP64 = 4, 8
 SCALARS = 16  # bytes: loss and norm, fp64, exchanged once a step
@@ -46,15 +49,15 @@ class Share:
     sent: dict[str, int]
 
 
-def runs(cfg: ModelConfig, ranks: int) -> tuple[Run, ...]:
-    """The flat runs of a model in order of execution, the root's last."""
+def runs(cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True) -> tuple[Run, ...]:
+    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor axis."""
     found: dict[str, list[Parameter]] = {unit: [] for unit in (*units(cfg), "root")}
     for parameter in parameters(cfg):
         found["root" if parameter.tied_to else parameter.unit].append(parameter)
     return tuple(
-        Run(unit, tuple(members), engine.cut([member.numel for member in members], ranks))
+        Run(unit, tuple(members), engine.cut([tensor.slices(member, tp).numel(0) for member in members], ranks))
         for unit, unsorted in found.items()
-        if (members := sorted(unsorted, key=lambda member: not member.decay))
+        if (members := sorted(unsorted, key=lambda member: (not member.decay, tensor.kind(member, tp, sequence))))
     )
 
 
@@ -84,12 +87,18 @@ def micro_batch_count(plan: ParallelPlan, batch: int, fixed: bool = False) -> in
     return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
 
 
+def travels_narrow(config: Config, batch: int) -> bool:
+    """Whether gradients travel in the dtype in which they arise, bf16: nothing is added up before."""
+    fixed = config.run.reproducible == "plan"
+    return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
+
+
 def share(config: Config, rank: int, batch: int) -> Share:
     """The part of `rank` in a step on a global batch of `batch` sequences."""
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
-    found = runs(cfg, plan.dp)
+    found = runs(cfg, plan.dp, plan.tp, plan.sequence == "on")
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
@@ -103,30 +112,58 @@ def share(config: Config, rank: int, batch: int) -> Share:
         copies = compute * whole
     fixed = config.run.reproducible == "plan"
     states = STATES[config.train.optimizer] + (config.train.optimizer == "sgd" and config.train.momentum > 0)
-    gradients = held if is_split and plan.zero >= 2 else whole
-    if fixed and plan.dp > 1 and (plan.zero < 2 or is_hybrid(plan)):
+    in_place = not is_split or (plan.zero == 1 and not travels_narrow(config, batch))  # whole runs stay, with the sum
+    if fixed and is_split and not is_hybrid(plan):
+        in_place = False
+    gradients = whole if in_place else held
+    if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
         gradients += whole // plan.dp  # what rounds add up in
-    sequences = computed_sequences(plan, mesh, rank, batch, fixed)
-    work = executed_matmul_flops(cfg, sequences, config.data.sequence_length, plan.recompute)
+    counts = computed_sequences(plan, mesh, rank, batch, fixed)
+    length, place = config.data.sequence_length, mesh.index(rank, "tp")
+    sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
+    if plan.tp > 1:
+        sent.update(tensor.sent(cfg, plan, place, counts, length, compute))
+        sent.update(_paid(plan, mesh, rank, found))
+        sent["all_gather"] += SCALARS * (plan.tp - 1)
     return Share(
         main=FP32 * held,
         copies=copies,
         gradients=FP32 * gradients,
         optimizer=FP32 * states * held,
-        flops=work["matmul"],
-        sent=_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {},
+        flops=tensor.products(cfg, plan, place, counts, length),
+        sent=dict(sent),
     )
 
 
-def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> int:
-    """Sequences that a rank computes of a global batch, one without labels for each of its empty micro-batches."""
+def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> list[int]:
+    """Sequences of each micro-batch that a rank computes of a global batch; an empty one has one without labels."""
     count = micro_batch_count(plan, batch, fixed)
     if fixed:
         own = leaves(plan, batch)[mesh.coordinates(rank)["dp"] :: plan.dp]
-        return sum(len(leaf) for leaf in own) + count - len(own)
+        return [len(leaf) for leaf in own] + [1] * (count - len(own))
     start, stop = split(batch, plan.dp, mesh.coordinates(rank)["dp"])
     parts = (split(stop - start, count, number) for number in range(count))
-    return sum(max(1, last - first) for first, last in parts)
+    return [max(1, last - first) for first, last in parts]
+
+
+def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> Counter[str]:
+    """Bytes of gradients added up over the tensor axis: of what a rank holds, the ranges that several ranks hold."""
+    paid: Counter[str] = Counter()
+    axis = "shard" if is_hybrid(plan) else "dp"
+    place, index = mesh.index(rank, "tp"), mesh.index(rank, axis)
+    sequence = plan.sequence == "on"
+    for run in found:
+        size = run.cut.total // mesh.size(axis) if plan.zero and plan.dp > 1 else run.cut.total
+        low, high = (index * size, (index + 1) * size) if size < run.cut.total else (0, size)
+        placed = zip(run.members, run.cut.offsets, strict=True)
+        for (_, (holders, _)), members in itertools.groupby(
+            placed, lambda pair: (pair[0].decay, tensor.kind(pair[0], plan.tp, sequence))
+        ):
+            ranges = [(offset, offset + tensor.slices(member, plan.tp).numel(0)) for member, offset in members]
+            elements = min(ranges[-1][1], high) - max(ranges[0][0], low)
+            if holders > 1 and elements > 0:
+                paid.update(tensor.paid(elements, holders, place % holders))
+    return paid
 
 
 def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
@@ -141,7 +178,7 @@ def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
 def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...]) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen."""
     plan = config.plan
-    wire = 2 if config.train.reduce_dtype == "bf16" else FP32
+    wire = 2 if config.train.reduce_dtype == "bf16" or travels_narrow(config, batch) else FP32
     fixed = config.run.reproducible == "plan"
     count = micro_batch_count(plan, batch, fixed)
     scalars = SCALARS

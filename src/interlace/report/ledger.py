@@ -10,7 +10,8 @@ Equals a walk along a rank's step: at each moment it is in exactly one row, the 
     bubble, host        nothing happens: in a schedule of several stages that was only computed its bubble, else the
                         host has not asked for anything
 
-So streams that run together count once, and a transfer under compute costs nothing.  Time is cut in picoseconds, in
+What lies within work on the same lane, such as an update within a forward pass, is cut out of it.  So streams that run
+together count once, and a transfer under compute costs nothing.  Time is cut in picoseconds, in
 whole numbers: a sum is exact, whatever the order.
 
 Transfer and waiting.  The k-th transfer of a name on an axis is the same one on every rank of the group.  It cannot
@@ -35,7 +36,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from interlace.events import Event
+from interlace.events import BESIDE, Event
 from interlace.mesh import ORDER as AXES
 from interlace.report.spans import Spans, common, last, length, minus, overlap, union
 
@@ -292,7 +293,8 @@ class _Rank:
         )
         self.events = sorted((e for e in (events if self.is_whole else inner)), key=lambda e: (e.begin, e.end))
         self.idle = Row("bubble" if is_pipeline and not self.has_waits else "host")
-        self.slowed = _contention(self.events)
+        self.within_work = _within_work(self.events)
+        self.slowed = _contention(self.events, self.within_work)
         self.longest = max((event.end - event.begin for event in self.events), default=0.0)
         self.begins = [event.begin for event in self.events]
 
@@ -350,14 +352,20 @@ class _Rank:
                 (end - share.moving, end, Row("transfer", axis_of(event))),
             ]
             return [
-                (b, e, (6, _axis_order(row.axis)[0] + 100 * (row.kind != "transfer"), row, event.name))
+                (b, e, (7, _axis_order(row.axis)[0] + 100 * (row.kind != "transfer"), row, event.name))
                 for b, e, row in parts
                 if b < e
             ]
+        if event.kind == "compute" and event.name == BESIDE:
+            return [(begin, end, (6, 0, Row("compute"), ""))]  # unless that work has an event of its own
         if event.kind == "compute":
+            own = minus([(begin, end)], self.within_work[event.lane])
             slow = self.slowed.get(id(event), [])
-            return [(begin, end, (2, 0, Row("compute"), "")), *((b, e, (1, 0, Row("contention"), "")) for b, e in slow)]
-        place = {"optimizer": 3, "fused": 4, "unknown": 4, "data": 5, "save": 5, "bubble": 5, "other": 7}[event.kind]
+            return [
+                *((b, e, (2, 0, Row("compute"), "")) for b, e in own),
+                *((b, e, (1, 0, Row("contention"), "")) for b, e in slow),
+            ]
+        place = {"optimizer": 3, "fused": 4, "unknown": 4, "data": 5, "save": 5, "bubble": 5, "other": 8}[event.kind]
         inner = KINDS.index(event.kind)
         return [(begin, end, (place, inner, Row(event.kind), event.name if event.kind == "unknown" else ""))]
 
@@ -388,19 +396,26 @@ def _wait_pieces(wait: Event, transfer: Event | None, shares: Mapping[int, Share
     return [(b, e, (0, 0, row, wait.name)) for b, e, row in parts if b < e]
 
 
-def _contention(events: Sequence[Event]) -> dict[int, Spans]:
+def _within_work(events: Sequence[Event]) -> dict[str, Spans]:
+    """By lane: what lies within its work and is none of it, such as a wait or an update in a forward pass."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        if event.kind not in ("compute", "comm") or event.name == BESIDE:
+            found[event.lane].append(_span(event))
+    return defaultdict(list, {lane: union(spans) for lane, spans in found.items()})
+
+
+def _contention(events: Sequence[Event], within: Mapping[str, Spans]) -> dict[int, Spans]:
     """By `id` of an event of work: the part by which transfers beside it made it longer."""
     busy = union([_span(event) for event in events if event.kind == "comm"])
-    still = union([_span(event) for event in events if event.kind == "wait"])
     alone: dict[tuple[str, int], list[int]] = defaultdict(list)
     beside: dict[tuple[str, int], list[tuple[Event, int, Spans]]] = defaultdict(list)
     for event in events if busy else ():
-        if event.kind != "compute" or event.lane == STEP:
+        if event.kind != "compute" or event.lane == STEP or event.name == BESIDE:
             continue
         key = (_work(event), event.flops)
-        own = [_span(event)]
-        work = length(own) - overlap(own, still)
-        together = minus(common(own, busy), still)
+        own = minus([_span(event)], within[event.lane])
+        work, together = length(own), common(own, busy)
         if together:
             beside[key].append((event, work, together))
         elif work > 0:

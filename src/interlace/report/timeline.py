@@ -204,11 +204,11 @@ class _Marks:
             *self._columns(others, y, high),
             *(self._mark(event, y, high) for event in wide),
             *self._columns(waits, y, high),
+            *filter(None, (self._number(event, y, high) for event in wide)),
         ]
 
     def _mark(self, event: Event, y: float, high: float) -> str:
         x, end = self.across(event.begin), self.across(event.end)
-        action = ACTION.fullmatch(event.name) if event.kind == "compute" else None
         hint = ""
         if self.hints:
             size, unit = _unit(event.seconds)[::-1]
@@ -217,11 +217,16 @@ class _Marks:
             hint = f"<title>{text(what + short_name(event.name))}, {event.seconds / size:.4g} {unit}{moved}</title>"
         low = 0.0 if event.kind != "wait" else high * 0.25
         box = f'x="{x:.2f}" y="{y + low:g}" width="{max(end - x - 0.4, 0.4):.2f}" height="{high - low:g}"'
-        drawn = f'<rect class="{self._class(event)}" {box}{f">{hint}</rect>" if hint else "/>"}'
-        if action and end - x >= 6.2 * len(action[3]) + 1 and high >= 11:
-            dark = " dark" if action[2] == "W" else ""
-            drawn += f'<text class="n{dark}" x="{(x + end) / 2:.1f}" y="{y + high / 2 + 3.5:g}">{action[3]}</text>'
-        return drawn
+        return f'<rect class="{self._class(event)}" {box}{f">{hint}</rect>" if hint else "/>"}'
+
+    def _number(self, event: Event, y: float, high: float) -> str:
+        """The micro-batch of an action, where there is room for it."""
+        action = ACTION.fullmatch(event.name) if event.kind == "compute" else None
+        x, end = self.across(event.begin), self.across(event.end)
+        if action is None or end - x < 6.2 * len(action[3]) + 1 or high < 11:
+            return ""
+        dark = " dark" if action[2] == "W" else ""
+        return f'<text class="n{dark}" x="{(x + end) / 2:.1f}" y="{y + high / 2 + 3.5:g}">{action[3]}</text>'
 
     def _class(self, event: Event) -> str:
         kind = _class(event)

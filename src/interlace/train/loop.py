@@ -274,7 +274,7 @@ class _RunFolder:
             "step_s": slowest,
             "tokens_per_s": rate,
             "mfu": rate * self.flops_per_token / (session.world.size * self.peak) if self.peak else None,
-            "memory": _memory(session.world.device),
+            "memory": _memory(session),
             "waited": waited,
         } | ({"digest": made.digest} if made.digest else {})
         with self._writing():
@@ -415,10 +415,11 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float, str]:
     return 2 * 384**3 / best, "measured here with a 384 x 384 x 384 product, all ranks at once"
 
 
-def _memory(device: torch.device) -> int:
+def _memory(session: Session) -> int:
     """Peak bytes of this rank: allocated on the GPU, resident in the process on a CPU."""
+    device = session.world.device
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + session.model.window_bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from interlace.config import TrainSection
 from interlace.parallel.data import DataParallel
+from interlace.parallel.norm import scale
 
 
 def build(cfg: TrainSection, model: DataParallel) -> torch.optim.Optimizer:
@@ -43,6 +45,39 @@ def learning_rate(cfg: TrainSection, step: int, steps: int) -> float:
         left = (steps - step) / decay
         return low + (peak - low) * min(1.0, max(0.0, left))
     return peak
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    leaves: Sequence[torch.nn.Parameter],
+    rates: Sequence[float],
+    factor: torch.Tensor | None,
+) -> None:
+    """Multiplies the gradients of some leaves by `factor`, updates these leaves and takes their gradients off.
+
+    rates: learning rate of each group.  factor: 0-d, on the device, nothing waits for it; None = 1.  Equals scaling all
+    gradients and `optimizer.step()`, a part at a time.  Fused kernels divide as they read, a pass over the gradients
+    less.
+    """
+    chosen = {id(leaf) for leaf in leaves}
+    groups = optimizer.param_groups
+    optimizer.param_groups = [
+        {**group, "lr": rate, "params": [leaf for leaf in group["params"] if id(leaf) in chosen]}
+        for group, rate in zip(groups, rates, strict=True)
+    ]
+    fused = factor is not None and bool(optimizer.defaults.get("fused"))
+    if fused:
+        optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[union-attr, attr-defined]
+    elif factor is not None:
+        scale([leaf.grad for leaf in leaves if leaf.grad is not None], factor)
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+        if fused:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
+    for leaf in leaves:
+        leaf.grad = None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -17,6 +17,8 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.parallel.part import holding
+from interlace.parallel.tensor import Axis, split_decoder
 from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.share import micro_batch_count
 from interlace.train import optimizer as optimizers
@@ -99,7 +101,11 @@ def build(world: World, cfg: Config) -> Session:
 
         decoder.head.softmax_rows = softmax_rows
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
-    table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
+    parameters = spec.parameters(model_cfg)
+    parts = {}
+    if mesh.size("tp") > 1:
+        axis = Axis(groups["tp"], cfg.plan.sequence == "on", cfg.plan.overlap == "on")
+        parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
     model = DataParallel(
         decoder,
         groups["dp"],
@@ -110,9 +116,12 @@ def build(world: World, cfg: Config) -> Session:
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
         overlap=cfg.plan.overlap == "on",
+        transport=cfg.plan.transport,
         materialise=initial_values(cfg, model_cfg, world.device),
-        dims={name: parameter.dims for name, parameter in table.items()},
-        decay={name: parameter.decay for name, parameter in table.items()},
+        dims={parameter.name: parameter.dims for parameter in parameters},
+        decay={parameter.name: parameter.decay for parameter in parameters},
+        parts=parts,
+        tensor=groups["tp"],
     )
     optimizer = optimizers.build(cfg.train, model)
     steps = cfg.train.steps

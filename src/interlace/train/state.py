@@ -65,7 +65,7 @@ def pieces(session: Session) -> Iterator[Piece]:
         tensors = {"main": place.leaf.detach(), **{key: kept[key] for key in keys if key in kept}}
         for kind, tensor in tensors.items():
             part = tensor[place.leaf_start : place.leaf_stop]
-            yield Piece(f"{kind}/{place.name}", place.shape, place.layout, place.start, place.stop, part)
+            yield Piece(f"{kind}/{place.name}", place.shape, place.layout, place.start, place.stop, part, place.cut)
 
 
 def meta(session: Session, step: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def restore(session: Session, folder: Path) -> int:
     for place in session.model.placements(owned=False):
         for kind in ["main", *kinds]:
             target = place.leaf.detach() if kind == "main" else state[place.leaf][kind]
-            values = reader.read(f"{kind}/{place.name}", place.start, place.stop)
+            values = reader.read(f"{kind}/{place.name}", place.start, place.stop, place.cut)
             target[place.leaf_start : place.leaf_stop].copy_(values)
     session.model.refresh()
     _load_optimizer(session, state, float(reader.meta["optimizer_step"]))

@@ -19,6 +19,7 @@ from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.collectives.handle import now
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
+from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
 
 
@@ -44,7 +45,7 @@ def forward_backward(
     of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
-    own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches)
+    own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches) if model.stands_first else 0
     meter, device = model.group.meter, model.group.device
     began = now(device)
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
@@ -79,17 +80,23 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Clips by the global norm (0 = does not) and updates.  `loss` is what `forward_backward` returned.
 
-    Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
+    The updates run when the weights are read next: unit by unit, each before its gather, under the forward pass of the
+    next step.  Returns the loss of the step and the norm before clipping, 0-d on the device, the same on every rank.
     """
     if leaves:
         total, squares = _fixed_totals(model, loss, leaves)
     else:
-        total, squares = sum_scalars(torch.cat([loss, model.square_sum()]), [model.group], name="loss and norm")
+        own = loss if model.stands_first else torch.zeros_like(loss)
+        total, squares = sum_scalars(torch.cat([own, model.square_sum()]), model.axes, name="loss and norm")
     norm = squares.sqrt()
-    if clip_norm > 0:
-        norms.scale(model.leaves(), norm, clip_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
+    rates = [group["lr"] for group in optimizer.param_groups]
+
+    def postponed(leaves: Sequence[torch.nn.Parameter]) -> None:
+        with model.group.meter.work("optimizer", "norm", model.group.device):
+            optimizers.update(optimizer, leaves, rates, factor)
+
+    model.postpone(postponed)
     return total, norm
 
 
@@ -114,6 +121,6 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, clip and update."""
     loss, labels = forward_backward(model, micro_batches, host, dropout_key, leaves)
-    with model.group.meter.work("optimizer", "update", model.group.device):
+    with model.group.meter.work("optimizer", "norm", model.group.device):
         total, norm = update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves)
     return StepResult(total, norm, labels, loss.sum())

@@ -23,7 +23,7 @@ import math
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,6 +119,12 @@ def checked(cfg: Config) -> Config:
 
 def verify(cfg: Config, steps: int, device: str = "cpu") -> Report:
     """Runs `steps` (at least 2) steps on one process and under `cfg.plan`, in processes of their own."""
+    (report,) = sweep(cfg, [cfg.plan], steps, device)
+    return report
+
+
+def sweep(cfg: Config, plans: Sequence[ParallelPlan], steps: int, device: str = "cpu") -> Iterator[Report]:
+    """`verify` of one configuration under several plans; the single process runs once."""
     cfg = checked(cfg)
     assert steps >= 2, steps
     one = replace(cfg, plan=ParallelPlan())
@@ -126,8 +132,19 @@ def verify(cfg: Config, steps: int, device: str = "cpu") -> Report:
         argument = {"steps": steps, "folder": name}
         run = functools.partial(run_local, device=device, timeout=cfg.run.timeout)
         alone = run(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument})[0]
-        ranks = run(UNDER_PLAN, cfg.plan.world, {"config": cfg.to_toml(), **argument})
-        return judge(cfg, Path(name), alone, ranks)
+        for plan in plans:
+            split = replace(cfg, plan=plan)
+            ranks = run(UNDER_PLAN, plan.world, {"config": split.to_toml(), **argument})
+            yield judge(split, Path(name), alone, ranks)
+
+
+def verdict(report: Report) -> str:
+    """A report as one line."""
+    largest, off = report.largest, [account for account in report.accounts if not account.holds]
+    found = f"largest difference {largest.error:.1e}, in {largest.name}"
+    if off:
+        found += f"; rank {off[0].rank}: {off[0].what} {off[0].found:,}, expected {off[0].expected:,}"
+    return f'{"equal" if report.passed else "WRONG"}  "{report.plan}"  {found}'
 
 
 def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> Report:

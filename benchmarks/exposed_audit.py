@@ -1,0 +1,174 @@
+"""Is the waiting that a run reports what its transfers cost?  The same step with and without them, side by side.
+
+    torchrun --nproc-per-node 2 benchmarks/exposed_audit.py --model 1.2b --zero 1,3
+
+Each form of the step runs twice in every round: as it is, and with every exchange of bytes left out (casts, sums and
+updates stay).  A rank's reported waiting must equal the difference of its two times within one point of the step:
+
+    on          as it trains: transfers on the side stream
+    off         overlap=off, each transfer waited for at once
+    one stream  every transfer on the compute stream itself
+
+`recording` is the same step without the meter's records: what reporting costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from data_parallel import Variant, ours, random_batch, wait
+
+from interlace.collectives import Groups, Meter, Window, make_groups, ops, ordered
+from interlace.collectives.handle import between, now
+from interlace.config import load
+from interlace.mesh import Mesh
+from interlace.model_config import ModelConfig
+from interlace.train.data import Batch
+
+FORMS = ("on", "off", "one stream")
+SMALL = 4096  # elements: numbers such as norms, of which every rank then takes its own
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Exchanges move nothing; what would arrive is zero, or was there before."""
+
+    def gathered(out: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+        if out.numel() <= 8 * SMALL:
+            out.view(-1, own.numel()).copy_(own.expand(out.numel() // own.numel(), -1))
+
+    def exchanged(
+        group: object, flat: torch.Tensor, received: torch.Tensor, *sizes: object, window: object = None
+    ) -> list[dist.Work]:
+        received.zero_()
+        return []
+
+    with (
+        mock.patch.object(ops, "_all_gather_single", gathered),
+        mock.patch.object(ordered, "exchange_parts", exchanged),
+        mock.patch.object(Window, "exchange", return_value=[]),
+    ):
+        yield
+
+
+def on_compute_stream(groups: Groups) -> Groups:
+    """The same groups, whose side stream is the compute stream."""
+    device = groups["dp"].device
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    by_axis = {axis: dataclasses.replace(groups[axis], stream=stream) for axis in groups.by_axis}
+    return dataclasses.replace(groups, by_axis=by_axis)
+
+
+def variant(form: str, zero: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> Variant:
+    if form == "one stream":
+        groups = on_compute_stream(groups)
+    return ours(f"ours-zero{zero}" + ("-off" if form == "off" else ""), cfg, groups, device)
+
+
+def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> tuple[float, float]:
+    """ms a step of this rank, and ms that it says it waited."""
+    wait(device)
+    dist.barrier()
+    meter.cut()
+    begin = now(device)
+    waited = 0.0
+    records = []
+    for _ in range(steps):
+        made.step(batch)
+        records.append(made.record)
+    end = now(device)
+    wait(device)
+    for record in records:
+        waited += sum(record.waited().values()) if record is not None else 0.0
+    return 1e3 * between(begin, end) / steps, 1e3 * waited / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="1.2b")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--zero", default="1,3")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--transport", default="auto", choices=["auto", "library"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    limit = datetime.timedelta(seconds=90)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, device_id=device if on_gpu else None, timeout=limit)
+    cfg = load(None, [f"model.max_positions={max(given.length, 2048)}"], preset=given.model).model_config()
+    meter = Meter()
+    groups = make_groups(Mesh((("dp", ranks),)), rank, device, 90, meter)
+    batch = random_batch(cfg, given.sequences, given.length, rank)
+    rows = []
+    for zero in given.zero.split(","):
+        for form in given.forms.split(","):
+            made = variant(form, zero + ("-nccl" if given.transport == "library" else ""), cfg, groups, device)
+            for _ in range(3):
+                made.step(batch)
+            found: dict[str, list[tuple[float, float]]] = {"with": [], "without": [], "unrecorded": []}
+            for _ in range(given.rounds):
+                found["with"].append(run(made, batch, given.steps, meter, device))
+                with left_out():
+                    found["without"].append(run(made, batch, given.steps, meter, device))
+                meter.record = False
+                found["unrecorded"].append(run(made, batch, given.steps, meter, device))
+                meter.record = True
+            step, waited = (statistics.median(column) for column in zip(*found["with"], strict=True))
+            bare, plain = (statistics.median(ms for ms, _ in found[key]) for key in ("without", "unrecorded"))
+            mine = torch.tensor([step, bare, waited, plain])
+            everyone = [torch.empty_like(mine) for _ in range(ranks)]
+            dist.all_gather(everyone, mine)
+            rows += [(f"zero{zero}", form, r, *figures.tolist()) for r, figures in enumerate(everyone)]
+            del made
+            if on_gpu:
+                torch.cuda.empty_cache()
+    if rank == 0:
+        table(given, rows, ranks)
+    dist.destroy_process_group()
+
+
+def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], ranks: int) -> None:
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    lines = [
+        f"# Reported waiting beside what transfers cost, {given.model}, {datetime.date.today()}, {ranks} x {machine}",
+        "",
+        f"torch {torch.__version__}, {given.sequences} x {given.length} tokens a rank, {given.rounds} rounds of "
+        f"{given.steps} steps, `{' '.join(sys.argv)}`",
+        "",
+        "| plan | form | rank | step ms | without transfers ms | difference | reported | off by, % of step "
+        "| step / without | recording costs % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for plan, form, r, step, bare, waited, plain in rows:
+        lines.append(
+            f"| {plan} | {form} | {r} | {step:.2f} | {bare:.2f} | {step - bare:.2f} | {waited:.2f} | "
+            f"{100 * (waited - (step - bare)) / step:+.2f} | {step / bare:.3f} | {100 * (step / plain - 1):+.2f} |"
+        )
+    text = "\n".join(lines)
+    print(text, flush=True)
+    if given.out:
+        given.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Changes of layout that gradients flow through: each collective beside its dual.
+
+    forward                                  backward
+    gather    "n/tp D" -> "n D"              scatter   "n D +tp" -> "n/tp D"
+    scatter   "n D +tp" -> "n/tp D"          gather
+    copy      "n D" -> "n D", untouched      reduce    "n D +tp" -> "n D"
+    reduce    "n D +tp" -> "n D"             copy
+    whole     "n/tp D" -> "n D"              slice     of a gradient that every rank has in full
+    columns   "n V/tp" -> "n V"              slice     of the last dimension
+    agree     "n D" -> "n D", same bits      copy      of what every rank has computed alike
+
+n are the rows: all dimensions but the last, flattened.  Which of `gather` and `whole` is right hangs on who reads the
+result: ranks that each do a part of the work (their gradients add up), or all of them the same work (one is enough).
+Splits are balanced, nothing has to divide.
+
+`start_gather`, `start_scatter`, `start_reduce` are the transfers alone, as `Handle`s, for products that run meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from interlace.collectives.groups import Group
+from interlace.collectives.handle import Handle
+from interlace.collectives.ops import all_gather
+from interlace.collectives.ordered import all_reduce, balanced, reduce_scatter, then
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def start_gather(x_nD: Tensor, group: Group, count: int, name: str = "gather") -> Handle[Tensor]:
+    """This rank's rows [.. D] -> all `count` of them, [count D]."""
+    width = x_nD.shape[-1]
+    sizes = [rows * width for rows in balanced(count, group.size)]
+    moved = all_gather(x_nD.contiguous().view(-1), group, sizes=sizes, name=name)
+    return Handle(lambda: moved.wait().view(count, width))
+
+
+def start_scatter(x_ND: Tensor, group: Group, name: str = "scatter") -> Handle[Tensor]:
+    """This rank's part of a sum [.. D] -> its rows of the whole sum, [n D]."""
+    width = x_ND.shape[-1]
+    flat = x_ND.contiguous().view(-1)
+    sizes = [rows * width for rows in balanced(flat.numel() // width, group.size)]
+    moved = reduce_scatter(flat, group, sizes=sizes, out=_sum_of(flat, sizes[group.rank], group), name=name)
+    return Handle(lambda: moved.wait().view(-1, width).to(x_ND.dtype))
+
+
+def start_reduce(x: Tensor, group: Group, name: str = "reduce") -> Handle[Tensor]:
+    """This rank's part of a sum -> the sum, in the same shape; `x` itself is the place where it arrives."""
+    assert x.is_contiguous()
+    flat = x.view(-1)
+    sizes = balanced(flat.numel(), group.size)
+    total = _sum_of(flat, sizes[group.rank], group)
+    if total is None:
+        moved = all_reduce(flat, group, name=name)
+        return Handle(lambda: moved.wait().view(x.shape))
+    first = reduce_scatter(flat, group, sizes=sizes, out=total, name=name)
+    own = flat.split(sizes)[group.rank]
+    second = then(first, group, lambda: all_gather(own, group, sizes=sizes, out=flat, source=total, name=name))
+    return Handle(lambda: second.wait().view(x.shape))
+
+
+def _sum_of(flat: Tensor, count: int, group: Group) -> Tensor | None:
+    """A place for a sum of more than two 16-bit numbers, which is taken in fp32 and rounded once; None for others."""
+    wide = flat.dtype.itemsize == 2 and group.size > 2
+    return flat.new_empty(count, dtype=torch.float32) if wide else None
+
+
+# --- with gradients --------------------------------------------------------------------------------------------------
+
+
+def gather(x_nD: Tensor, group: Group, count: int) -> Tensor:
+    """All `count` rows: [.. n D] -> [count D]; gradients of all ranks add up."""
+    return _Gather.apply(x_nD, group, count)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter(x_ND: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the sum over ranks: [.. D] -> [n D]."""
+    return _Scatter.apply(x_ND, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """x as it is; gradients of all ranks add up."""
+    return _Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """The sum over ranks, which every rank then uses alike: any shape."""
+    return _Reduce.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def whole(x_nD: Tensor, group: Group, count: int) -> Tensor:
+    """All `count` rows, which every rank then uses alike: [.. n D] -> [count D]."""
+    return _Whole.apply(x_nD, group, count)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def agree(x: Tensor, group: Group) -> Tensor:
+    """What every rank has computed alike, with the same bits on all of them: a slice of rows from each."""
+    return _Agree.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def columns(x_NV: Tensor, group: Group, count: int) -> Tensor:
+    """All `count` columns, which every rank then uses alike: [.. V/tp] -> [.. V]."""
+    rows = x_NV.shape[:-1]
+    turned = whole(x_NV.reshape(-1, x_NV.shape[-1]).t(), group, count)
+    return turned.t().reshape(*rows, count)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, count: int) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        return start_gather(x, group, count).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return start_scatter(grad, ctx.group).wait().view(ctx.shape), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        return start_scatter(x, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return start_gather(grad, ctx.group, ctx.shape[:-1].numel()).wait().view(ctx.shape), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return start_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.group).wait(), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return start_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, count: int) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        return start_gather(x, group, count).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.split(balanced(len(grad), ctx.group.size))[ctx.group.rank].reshape(ctx.shape), None, None
+
+
+class _Agree(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        own = rows.split(balanced(len(rows), group.size))[group.rank]
+        return start_gather(own, group, len(rows)).wait().view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None

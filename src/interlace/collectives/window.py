@@ -1,0 +1,240 @@
+"""Memory that the ranks of one host read from each other directly: a window is a buffer, at hand on every rank.
+
+`exchange` equals an all-gather or an all-to-all whose sender is passive: each rank says that its window is ready, waits
+for the others to say so, and copies from their windows what it wants.  Quicker on GPUs, because the copies run on copy
+engines, while NCCL's kernels take multiprocessors from the products that they run beside.  A step of 1.2 B parameters
+on two H200s (ZeRO-1, 4 x 4096 tokens) took 274.5 ms with NCCL, of which compute stood still for 2.8 ms, and 263.2 ms
+with nothing sent: the kernels alone cost three times what was waited for.
+
+Words of 32 bits order the copies, each written by one rank and awaited by one: READY[r] = e says that rank r's window
+holds content number e, DONE[r] = e that rank r has read it here.  They only grow, and are compared so that they may
+wrap.  A rank writes to its window after `claim`, which waits until everyone has read what was there.
+
+    rank 0   claim . write . READY 1 ......... wait READY 1 . copy . DONE 1 ......... claim (waits for DONE 1)
+    rank 1   claim . write ..... READY 1 . wait READY 1 . copy . DONE 1 ... claim . write ...
+
+On GPUs (torch symmetric memory, no multicast) waits and words are operations of the stream, so the host never stops.
+On a CPU windows lie in shared memory and the host does the same things in the same order: that is how they are tested.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from interlace.collectives.groups import Group
+from interlace.errors import PeerLost
+
+READY, DONE = 0, 1
+ALIGN = 256  # bytes, of each window in the memory that they share
+SHARED = Path("/dev/shm")
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one on every host, also where host names repeat
+
+# Where a copy goes, the peer it comes from, and the first byte in the peer's window.
+Copy = tuple[torch.Tensor, int, int]
+
+
+class Window:
+    """`own` is this rank's memory, `peers[r]` that of rank r of the group (its own too): uint8, [nbytes]."""
+
+    def __init__(self, memory: _Memory, number: int, start: int, nbytes: int) -> None:
+        self.group = memory.group
+        self.own = memory.parts[memory.group.rank][start : start + nbytes]
+        self.peers = [part[start : start + nbytes] for part in memory.parts]
+        self._memory = memory
+        self._words = 2 * memory.group.size * number
+        self._epoch = 0
+
+    def claim(self) -> None:
+        """Waits until every peer has read what this rank last said was ready: before it writes there again."""
+        for peer in self._others():
+            self._memory.wait(self._word(DONE, peer), self._epoch, peer)
+
+    def exchange(self, copies: Sequence[Copy]) -> list[Reading]:
+        """Says that this rank's window is ready, and copies from its peers' as theirs are.
+
+        On a GPU all of it is enqueued on the current stream.  On a CPU the copies are made when the result is waited
+        for.  Every rank calls it as often as the others; a rank that wants nothing passes no copies.
+        """
+        self._epoch += 1
+        own = self.group.rank
+        for peer in self._others():
+            self._memory.signal(peer, self._word(READY, own), self._epoch)
+        reading = Reading(self, self._epoch, copies)
+        if self._memory.stream_ordered:
+            reading.wait()
+            return []
+        return [reading]
+
+    def read(self, epoch: int, copies: Sequence[Copy]) -> None:
+        own = self.group.rank
+        for peer in self._others():
+            self._memory.wait(self._word(READY, peer), epoch, peer)
+            for target, source, start in copies:
+                if source == peer:
+                    target.copy_(self.peers[peer][start : start + target.numel()], non_blocking=True)
+            self._memory.signal(peer, self._word(DONE, own), epoch)
+
+    def _others(self) -> list[int]:
+        """The peers in ring order, so that not all read from the same one at once."""
+        size, own = self.group.size, self.group.rank
+        return [(own + step) % size for step in range(1, size)]
+
+    def _word(self, kind: int, rank: int) -> int:
+        return self._words + kind * self.group.size + rank
+
+
+class Reading:
+    """Copies that are still to be made, on a CPU."""
+
+    def __init__(self, window: Window, epoch: int, copies: Sequence[Copy]) -> None:
+        self.window, self.epoch, self.copies = window, epoch, copies
+
+    def wait(self) -> None:
+        self.window.read(self.epoch, self.copies)
+
+
+def make_windows(group: Group, sizes: Sequence[int], timeout: float = 60.0) -> list[Window]:
+    """A window of each size, in bytes.  Collective; every rank passes the same sizes."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // ALIGN) * ALIGN
+    if not sizes:
+        return []
+    memory = (_Cuda if group.device.type == "cuda" else _Host)(
+        group, max(end, ALIGN), 2 * group.size * len(sizes), timeout
+    )
+    return [Window(memory, number, start, size) for number, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+
+
+def reach(group: Group) -> bool:
+    """Whether all ranks of the group can read each other's memory; the same answer on every rank.  Collective."""
+    if group.process_group is None:
+        return False
+    device = torch.cuda.current_device() if group.device.type == "cuda" else 0
+    here = [socket.gethostname(), BOOT.read_text() if BOOT.exists() else "", device]
+    everyone: list[list[object]] = [[] for _ in range(group.size)]
+    dist.all_gather_object(everyone, here, group=group.process_group)
+    able = all(there[:2] == here[:2] for there in everyone)
+    if able and group.device.type == "cuda":
+        devices = [int(str(there[2])) for there in everyone]
+        own = devices[group.rank]
+        able = len({*devices}) == len(devices) and all(
+            other == own or torch.cuda.can_device_access_peer(own, other) for other in devices
+        )
+    answers: list[bool] = [False] * group.size
+    dist.all_gather_object(answers, able, group=group.process_group)
+    return all(answers)
+
+
+class _Memory:
+    """What the windows of one call share: each rank's bytes, and its words.
+
+    `parts[r]`: uint8 of rank r.  `signal(peer, word, value)` writes one of the peer's words, `wait(word, value, peer)`
+    returns, or lets the stream go on, once the own word has come as far.
+    """
+
+    group: Group
+    parts: list[torch.Tensor]
+    stream_ordered: bool
+
+    def signal(self, peer: int, word: int, value: int) -> None:
+        raise AssertionError
+
+    def wait(self, word: int, value: int, peer: int) -> None:
+        raise AssertionError
+
+
+class _Cuda(_Memory):
+    """torch symmetric memory; words are written and awaited by the stream (`cuStreamWriteValue32` and -Wait-)."""
+
+    stream_ordered = True
+
+    def __init__(self, group: Group, nbytes: int, words: int, timeout: float) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        assert group.process_group is not None
+        self.group = group
+        name = group.process_group.group_name
+        mine = symmetric.empty(nbytes, dtype=torch.uint8, device=group.device)
+        flags = symmetric.empty(words, dtype=torch.int32, device=group.device)
+        flags.zero_()
+        torch.cuda.synchronize(group.device)
+        self._handles = [symmetric.rendezvous(mine, name), symmetric.rendezvous(flags, name)]
+        ranks = range(group.size)
+        self.parts = [self._handles[0].get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
+        self.parts[group.rank] = mine
+        words_of = [self._handles[1].get_buffer(rank, (words,), torch.int32) for rank in ranks]
+        words_of[group.rank] = flags
+        self._flags = words_of
+        self._addresses = [tensor.data_ptr() for tensor in words_of]
+        dist.barrier(group.process_group)  # no word is written before every rank has set its own to zero
+        torch.cuda.synchronize(group.device)
+
+    def signal(self, peer: int, word: int, value: int) -> None:
+        self._call("cuStreamWriteValue32_v2", self._addresses[peer] + 4 * word, value)
+
+    def wait(self, word: int, value: int, peer: int) -> None:
+        self._call("cuStreamWaitValue32_v2", self._addresses[self.group.rank] + 4 * word, value)
+
+    def _call(self, function: str, address: int, value: int) -> None:
+        """Default flags: a write fences what came before it for the whole system, a wait goes on at >=, wrapping."""
+        stream = torch.cuda.current_stream(self.group.device).cuda_stream
+        code = getattr(_driver(), function)(
+            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)
+        )
+        if code != 0:
+            raise RuntimeError(f"{function} failed with CUDA driver error {code}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class _Host(_Memory):
+    """Files in shared memory that have no name once every rank has opened them."""
+
+    stream_ordered = False
+
+    def __init__(self, group: Group, nbytes: int, words: int, timeout: float) -> None:
+        assert group.process_group is not None
+        self.group, self.timeout = group, timeout
+        names: list[str] = [""] * group.size
+        path = SHARED / f"interlace-{os.getpid()}-{uuid.uuid4().hex}"
+        total = nbytes + 4 * words
+        path.write_bytes(b"")
+        os.truncate(path, total)
+        try:
+            dist.all_gather_object(names, str(path), group=group.process_group)
+            whole = [torch.from_file(name, shared=True, size=total, dtype=torch.uint8) for name in names]
+            dist.barrier(group.process_group)
+        finally:
+            path.unlink()
+        self.parts = [tensor[:nbytes] for tensor in whole]
+        self._flags = [tensor[nbytes:].view(torch.int32).numpy() for tensor in whole]
+
+    def signal(self, peer: int, word: int, value: int) -> None:
+        self._flags[peer][word] = (value + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number
+
+    def wait(self, word: int, value: int, peer: int) -> None:
+        flags, began = self._flags[self.group.rank], time.monotonic()
+        while ((int(flags[word]) - value) & 0xFFFFFFFF) >= 1 << 31:
+            if time.monotonic() - began > self.timeout:
+                rank = self.group.ranks[peer]
+                raise PeerLost(
+                    f"rank {self.group.ranks[self.group.rank]} waited {self.timeout:g} s for rank {rank} to reach "
+                    f"exchange {value} along {self.group.axis} (it is at {int(flags[word])}).",
+                    ranks=[rank],
+                )
+            time.sleep(0)

@@ -1,0 +1,188 @@
+"""The tensor axis as integers: how it slices a parameter, and what it computes and sends in a step.  Exact.
+
+Run by the engine, priced by the planner, and held against a running plan by `verify`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from interlace.config import ModelConfig, ParallelPlan
+from interlace.errors import PlanError
+from interlace.layout import Layout, split, transition
+from interlace.mesh import Mesh
+from interlace.spec import Parameter, Role, operations, parameters, passes
+
+STATISTICS = 4  # numbers a row that the loss of a split vocabulary exchanges
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Slices of a tensor of `shape` along dimension `dim`, which begin at `bounds`, each on `copies` neighbours.
+
+    dims: the layout.  A tensor that every rank holds whole is one slice.
+    """
+
+    shape: tuple[int, ...]
+    dims: str
+    dim: int
+    bounds: tuple[int, ...]
+    copies: int
+
+    @property
+    def around(self) -> int:
+        """Elements for one index of `dim`."""
+        return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
+
+    def bound(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of what `rank` holds along `dim`."""
+        return self.bounds[rank // self.copies], self.bounds[rank // self.copies + 1]
+
+    def numel(self, rank: int) -> int:
+        """Elements that `rank` holds; rank 0 has the most."""
+        start, stop = self.bound(rank)
+        return (stop - start) * self.around
+
+
+def split_dimension(role: Role, dims: str) -> int | None:
+    """The dimension that the tensor axis splits; None: the parameter is whole on every rank."""
+    if role is Role.EXPERT:
+        return dims.split().index("F")
+    return {Role.COLUMN: 0, Role.VOCAB: 0, Role.ROW: 1}.get(role)
+
+
+def slicing(
+    shape: Sequence[int], dims: str, dim: int | None, ways: int, chunk: int = 1, axis: str = "tp", name: str = "it"
+) -> Slicing:
+    """The slices over `ways` ranks of `axis`: balanced, in whole chunks of dimension `dim`; None: whole everywhere.
+
+    Fewer chunks of several elements (heads) than ranks are held by as many neighbours each.  Errors: `PlanError` when
+    that does not come out even.
+    """
+    if dim is None or ways == 1:
+        return Slicing(tuple(shape), dims, 0, (0, shape[0] if shape else 1), ways)
+    size, copies = shape[dim], 1
+    chunks = math.ceil(size / chunk)
+    if chunk > 1 and chunks < ways:
+        if ways % chunks:
+            raise PlanError(f"{name} has {chunks} heads for {axis}={ways}; use a divisor or a multiple of {chunks}.")
+        ways, copies = chunks, ways // chunks
+    letters = dims.split()
+    letters[dim] += f"/{axis}" + (f"*{copies}" if copies > 1 else "") + (f":{chunk}" if chunk > 1 else "")
+    starts = (split(chunks, ways, index)[0] * chunk for index in range(ways))
+    return Slicing(tuple(shape), " ".join(letters), dim, (*starts, size), copies)
+
+
+@lru_cache(maxsize=1 << 16)
+def slices(parameter: Parameter, ways: int) -> Slicing:
+    """How the tensor axis slices a parameter of a decoder."""
+    dim = split_dimension(parameter.role, parameter.dims)
+    return slicing(parameter.shape, parameter.dims, dim, ways, parameter.chunk, name=parameter.name)
+
+
+def holders(parameter: Parameter, ways: int) -> int:
+    """Neighbours that hold the same slice of a parameter, and whose gradients therefore become one."""
+    return slices(parameter, ways).copies
+
+
+def is_alike(parameter: Parameter, sequence: bool) -> bool:
+    """Whether each of them has the whole gradient, as far as rounding goes; else each has seen some rows or heads."""
+    on_heads = parameter.role is Role.NORM and parameter.dims == "E"
+    is_whole = split_dimension(parameter.role, parameter.dims) is None
+    return is_whole and not sequence and not on_heads
+
+
+def kind(parameter: Parameter, ways: int, sequence: bool) -> tuple[int, bool]:
+    """What a unit's flat run sorts its members by, after weight decay: what is owed alike is one range."""
+    return (1, False) if ways == 1 else (holders(parameter, ways), is_alike(parameter, sequence))
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def products(cfg: ModelConfig, plan: ParallelPlan, rank: int, micro_batches: Sequence[int], length: int) -> int:
+    """FLOPs of the matrix products that `rank` of the axis runs in a step.
+
+    micro_batches: sequences of each, `length` positions a sequence.
+    """
+    table = {parameter.name.removesuffix(".weight"): parameter for parameter in parameters(cfg)}
+    if cfg.tie_embeddings:
+        table["head.output"] = table["embedding"]
+    found = 0
+    for operation in operations(cfg, length):
+        if operation.kind != "matmul":
+            continue
+        parameter = table[operation.name]
+        on_rows = parameter.role is Role.ROUTER and plan.sequence == "on"
+        rows = sum(_own(count * length, plan.tp, rank) if on_rows else count * length for count in micro_batches)
+        elements = slices(parameter, plan.tp).numel(rank)
+        if parameter.role is Role.EXPERT:
+            elements = elements // cfg.num_experts * cfg.experts_per_token
+        found += 2 * elements * rows * passes(cfg, operation, plan.recompute)
+    return found
+
+
+def sent(
+    cfg: ModelConfig, plan: ParallelPlan, rank: int, micro_batches: Sequence[int], length: int, itemsize: int
+) -> Counter[str]:
+    """Bytes of activations and their gradients that `rank` of the axis sends in a step, by collective.
+
+    itemsize: bytes of an element of x.  Each collective is a change of layout of [rows width] over the axis; an
+    all-reduce counts as its two halves.
+    """
+    found: Counter[str] = Counter()
+    mesh = Mesh((("tp", plan.tp),))
+    for count in micro_batches:
+        rows = count * length
+        for before, after, shape, size, times in _changes(cfg, plan, rows, itemsize):
+            for transfer in transition(Layout.parse(before), Layout.parse(after), shape, mesh, size):
+                if transfer.collective == "all_reduce":
+                    found.update(_all_reduced(math.prod(shape), plan.tp, rank, size * times))
+                else:
+                    found[transfer.collective] += transfer.bytes_by_rank[rank] * times
+    return found
+
+
+def paid(elements: int, ways: int, rank: int) -> Counter[str]:
+    """Bytes that `rank` of `ways` sends in an all-reduce of fp32 `elements`, by its halves."""
+    return _all_reduced(elements, ways, rank, 4)
+
+
+def _all_reduced(elements: int, ways: int, rank: int, itemsize: int) -> Counter[str]:
+    own = _own(elements, ways, rank)
+    return Counter(reduce_scatter=(elements - own) * itemsize, all_gather=own * (ways - 1) * itemsize)
+
+
+def _own(count: int, ways: int, rank: int) -> int:
+    start, stop = split(count, ways, rank)
+    return stop - start
+
+
+def _changes(
+    cfg: ModelConfig, plan: ParallelPlan, rows: int, itemsize: int
+) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
+    """(layout before, layout after, shape, bytes of an element, how often) of one micro-batch's collectives."""
+    D, X, L = cfg.hidden_size, cfg.num_experts, cfg.num_layers
+    again = plan.recompute == "full"
+    entrances = 2 * L * (2 if again else 1)
+    exits = 2 * L + (L * (2 if cfg.dropout else 1) if again else 0)  # the last sum of a block is not run again
+    logits = L * (2 if again else 1)
+    wide, narrow = (rows, D), (rows, X)
+    yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, 1
+    if plan.sequence == "on":
+        gather, scatter = ("N/tp W", "N W"), ("N W +tp", "N/tp W")
+        yield *gather, wide, itemsize, entrances + 1 + 1 + 2 * L  # entrances, head; backward of embedding and exits
+        yield *scatter, wide, itemsize, 1 + exits + 1 + 2 * L  # embedding, exits; gradients of head and entrances
+        if X:
+            yield *gather, narrow, itemsize, logits * (2 if cfg.router_aux_loss else 1)
+            yield *scatter, narrow, itemsize, L
+        return
+    reduce = ("S +tp", "S")
+    yield *reduce, (rows * D,), itemsize, 1 + exits + 1 + 2 * L
+    if X:
+        yield "N/tp W", "N W", narrow, itemsize, logits
+        yield *reduce, (rows * X,), itemsize, L

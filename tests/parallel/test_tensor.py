@@ -1,0 +1,89 @@
+"""The tensor and sequence axis, each part against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Run = Callable[..., list[Any]]
+OURS, ROLES = "rank_functions_tensor", "rank_functions_roles"
+
+
+def test_every_collective_is_the_dual_of_another(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:duals", 3)
+
+
+def test_products_at_the_borders_of_a_layer(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:products", 3)
+
+
+def test_loss_of_a_split_vocabulary(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:losses", 4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_65_words_and_13_positions_over_ranks_that_do_not_divide_them(run_ranks: Run, tp: int) -> None:
+    run_ranks(f"{OURS}:vocabulary_of_65", tp)
+
+
+def test_collectives_of_a_layer(run_ranks: Run) -> None:
+    """Two gathers and two scatters each way where rows are split, two all-reduces each way where not."""
+    for found in run_ranks(f"{OURS}:collectives_of_a_layer", 2):
+        assert found == {"True": [[2, 2, 0], [2, 2, 0]], "False": [[0, 0, 2], [0, 0, 2]]}
+
+
+def test_fewer_key_value_heads_than_ranks(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:heads", 4)
+
+
+def test_layouts_say_what_is_held_and_every_element_has_one_owner(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:placements", 4)
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+def test_dropout_differs_where_tensors_are_split_and_agrees_where_not(run_ranks: Run) -> None:
+    """Ranks 0 and 1 are a tensor group, 0 and 2 a data group."""
+    found = run_ranks(f"{OURS}:masks", 4)
+
+    def agreement(a: Any, b: Any) -> float:
+        pairs = list(zip(_flat(a), _flat(b), strict=True))
+        return sum(x == y for x, y in pairs) / len(pairs)
+
+    for sequence in ("True", "False"):
+        residual, attention = ([rank[sequence][kind] for rank in found] for kind in (0, 1))
+        assert abs(agreement(residual[0], residual[2]) - 0.5) < 0.05
+        assert abs(agreement(attention[0], attention[1]) - 0.5) < 0.05
+        assert abs(agreement(attention[0], attention[2]) - 0.5) < 0.05
+        if sequence == "True":
+            assert abs(agreement(residual[0], residual[1]) - 0.5) < 0.05
+        else:
+            assert residual[0] == residual[1]
+
+
+def _flat(value: Any) -> list[int]:
+    return [x for inner in value for x in _flat(inner)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_row_bias_is_added_once(run_ranks: Run, tp: int) -> None:
+    run_ranks(f"{ROLES}:row_bias", tp)
+
+
+def test_own_modules_split_by_roles(run_ranks: Run) -> None:
+    """A latent rope key that all heads share among them; and every wrong table is refused in one sentence."""
+    for said in run_ranks(f"{ROLES}:own_modules", 2):
+        assert said["no split"].startswith("NumericsError: the gradient of attention.")
+        assert said["no split"].endswith("give the module around it the role SPLIT.")
+        assert said["kind"].endswith("it is a LayerNorm; give that role to nn.Linear.")
+        assert "share a parameter but not a role" in said["tied"]
+        assert said["parameter"].endswith("which an own module's parameter cannot be; name a module.")
+        assert "roles names nothing to split" in said["nothing"]
+        assert said["name"].endswith('of that name; did you mean "up"?')
+        assert "1 drops with p=0.1" in said["dropout"]
+        assert "nothing" not in said.values()
+
+
+def test_columns_that_read_one_tensor_share_one_sum(run_ranks: Run) -> None:
+    assert run_ranks(f"{ROLES}:sums_of_shared_columns", 2) == [1, 1]

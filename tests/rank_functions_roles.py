@@ -1,0 +1,174 @@
+"""What the ranks of the tests of the tensor axis run: a user's own modules, split by a table of roles."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import interlace
+from interlace.errors import InterlaceError
+from interlace.layout import split
+from interlace.parallel import tensor
+from interlace.parallel.tensor import Axis
+from interlace.plan.tensor import slicing
+from interlace.spec import Role
+from interlace.world import World
+from rank_functions_data import different, gradients
+from rank_functions_tensor import close, seeded, tensor_group
+
+
+class Biased(nn.Module):
+    """A row product with a bias of tens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 6)
+        nn.init.constant_(self.down.bias, 10.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def latent_net(latent: Any) -> nn.Module:
+    return nn.Sequential(OrderedDict(norm=nn.RMSNorm(32), attention=latent.Attention(), end=nn.Linear(32, 32)))
+
+
+def row_bias(world: World) -> None:
+    """The bias is added once, its gradient is the single process's."""
+    torch.manual_seed(0)
+    plain = Biased().double()
+    x = seeded(7, 5).requires_grad_()
+    plain(x).square().sum().backward()
+    group = tensor_group(world)
+    low, high = split(7, world.size, world.rank)
+    for sequence in (True, False):
+        made = Biased().double()
+        made.load_state_dict(plain.state_dict())
+        down = tensor.Row(nn.Linear(8, 6).double(), Axis(group, sequence))
+        sliced = slicing((6, 8), "N M", 1, world.size)
+        a, b = sliced.bound(world.rank)
+        down.weight = nn.Parameter(plain.down.weight.detach()[:, a:b].clone())
+        down.bias = nn.Parameter(plain.down.bias.detach().clone())
+        inner = torch.tanh(plain.up(x.detach())).detach()
+        y = down(inner[:, a:b])
+        expected = plain(x).detach()
+        close(y.reshape(-1, 6), expected[low:high] if sequence else expected, "y")
+        y.square().sum().backward()
+        bias = down.bias.grad.clone()
+        if sequence:
+            dist.all_reduce(bias)
+        close(bias, plain.down.bias.grad, "gradient of the bias")
+        close(down.weight.grad, plain.down.weight.grad[:, a:b], "gradient of the weight")
+
+
+def own_modules(world: World) -> dict[str, str]:
+    """Modules split by tables of roles against themselves, whole; and what is said to wrong tables."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+    latent = importlib.import_module("tensor_latent")
+    mlp = {"up": Role.COLUMN, "down": Role.ROW}
+    cases: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Tensor]] = {
+        "latent": (lambda: latent_net(latent), latent.ROLES, seeded(2, 7, 32)),
+        "biased": (Biased, mlp, seeded(4, 5)),
+        "shared input": (Gated, {"[ab]": Role.COLUMN, "down": Role.ROW}, seeded(3, 5)),
+        "vocabulary": (Words, {"words": Role.VOCAB, "head": Role.VOCAB}, torch.arange(13).view(1, 13) * 5 % 13),
+    }
+    for name, (make, roles, x) in cases.items():
+        torch.manual_seed(0)
+        plain = make().double()
+        torch.manual_seed(world.rank)  # rank 0's values are everyone's
+        own = make().double()
+        if world.rank == 0:
+            own.load_state_dict(plain.state_dict())
+        model = interlace.parallelize(own, f"dp=1 tp={world.size}", roles)
+        for step in range(2):
+            plain.zero_grad()
+            (expected := plain(x)).square().sum().backward()
+            made = model(x)
+            close(made.detach(), expected.detach(), f"{name}, step {step}")
+            made.square().sum().backward()
+            wrong = different(model.whole_gradients(), gradients(plain), 1e-6)
+            assert not wrong, (name, wrong)
+            norm = model.clip_grad_norm_(1e9)
+            close(norm, torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]), f"norm of {name}")
+            with torch.no_grad():
+                for p in [*model.parameters(), *plain.parameters()]:
+                    p.sub_(1e-3 * p.grad)
+            for leaf in model.parameters():
+                leaf.grad = None
+        state = model.state_dict()
+        assert not different(state.items(), dict(plain.state_dict()), 1e-9), name
+        model.load_state_dict(plain.state_dict())
+    return _said(world, latent, mlp)
+
+
+def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def attempt(name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            said[name] = "nothing"
+        except InterlaceError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def split_own(make: Callable[[], nn.Module], roles: dict[str, Any], mesh: str = f"tp={world.size}") -> Any:
+        torch.manual_seed(0)
+        return interlace.parallelize(make(), mesh, roles)
+
+    def one_backward(model: Any, x: Tensor) -> None:
+        model(x.float()).square().sum().backward()
+
+    without = {name: role for name, role in latent.ROLES.items() if role is not Role.SPLIT}
+    attempt("no split", lambda: one_backward(split_own(lambda: latent_net(latent), without), seeded(2, 7, 32)))
+    attempt("kind", lambda: split_own(Words, {"norm": Role.COLUMN}))
+    attempt("tied", lambda: split_own(Words, {"words": Role.VOCAB}))
+    attempt("parameter", lambda: split_own(Biased, {"up.weight": Role.COLUMN}))
+    attempt("nothing", lambda: split_own(Biased, {}))
+    attempt("name", lambda: split_own(Biased, {"upp": Role.COLUMN}))
+    attempt("dropout", lambda: split_own(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"0": Role.COLUMN}))
+    return said
+
+
+class Gated(nn.Module):
+    """Two columns that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.down = nn.Linear(5, 7), nn.Linear(5, 7), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x * 1.0)
+        return x + self.down(self.a(y) * self.b(y))
+
+
+class Words(nn.Module):
+    """A tied vocabulary of 13."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(13, 6), nn.LayerNorm(6), nn.Linear(6, 13, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.words(tokens)))
+
+
+def sums_of_shared_columns(world: World) -> int:
+    """All-reduces in the backward of a module whose two columns read one tensor."""
+    group_meter = interlace.parallelize(Gated(), f"tp={world.size}", {"[ab]": Role.COLUMN, "down": Role.ROW})
+    assert group_meter.tensor is not None
+    x = seeded(3, 5).float().requires_grad_()
+    made = group_meter(x)
+    meter = group_meter.tensor.meter
+    meter.record = True
+    meter.cut()
+    made.sum().backward()
+    return sum(name == "reduce" for _, name, *_ in meter.cut().transfers) // 2

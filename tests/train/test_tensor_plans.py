@@ -1,0 +1,105 @@
+"""Runs under the tensor axis: resume in every direction, the norm, compiled blocks, plans drawn at random."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import runs
+from interlace import spec
+from interlace.checkpoint import Reader
+from interlace.cli import app
+from interlace.config import Config
+from interlace.plan import fit
+from interlace.train import loop
+
+Run = Callable[..., list[Any]]
+ODD = ["model.vocab_size=265", "model.ffn_size=23", "train.steps=4", "run.save_every=2", "train.weight_decay=0.3"]
+MIXTURE = ["model.num_experts=3", "model.expert_ffn_size=5", "model.router_aux_loss=0.1"]
+
+
+def job(cfg: Config, resume: Path | None = None) -> dict[str, str]:
+    return {"config": cfg.to_toml(), "resume": str(resume or "")}
+
+
+@pytest.mark.parametrize("overrides", [ODD, [*ODD, *MIXTURE]], ids=["dense", "experts"])
+def test_a_checkpoint_goes_on_under_every_other_split(run_ranks: Run, tmp_path: Path, overrides: list[str]) -> None:
+    """huggingface/nanotron#106, NVIDIA/Megatron-LM#1517: AdamW's moments follow the slices of their weights."""
+
+    def config(plan: str, out: str) -> Config:
+        return runs.config(tmp_path, plan, overrides, out=out)
+
+    def half(out: str) -> Path:
+        return tmp_path / out / "checkpoints" / "step-2"
+
+    one = config("dp=1", "one")
+    loop.run(runs.alone(), **job(one))
+    made = [config("dp=2 tp=2 zero=2", "split"), config("tp=4 zero=1", "four"), config("dp=2 tp=2 zero=3", "from-one")]
+    sources = [None, half("split"), half("one")]
+    run_ranks("rank_functions_train:train_all", 4, {"jobs": list(map(job, made, sources))})
+    back = config("dp=1", "back")
+    loop.run(runs.alone(), **job(back, half("split")))
+    expected = runs.losses(one)
+    assert runs.losses(made[0]) == pytest.approx(expected, rel=1e-5)
+    for cfg in (*made[1:], back):
+        assert runs.losses(cfg) == pytest.approx(expected[2:], rel=1e-5), cfg.plan
+    readers = [Reader(tmp_path / out / "checkpoints" / "step-4") for out in ("one", "split", "four", "back")]
+    for name in readers[0].names:
+        whole = readers[0].read(name)
+        for reader in readers[1:]:
+            assert (reader.read(name) - whole).abs().max() <= 1e-4 * whole.abs().max() + 1e-9, (name, reader.folder)
+
+
+def test_every_element_counts_once_in_the_norm(run_ranks: Run, tmp_path: Path) -> None:
+    """pytorch/pytorch#88955, ROCm/TransformerEngine#715: norms, biases, router and replicated heads too."""
+    more = [*MIXTURE, "model.norm=layernorm", "model.qk_norm=true", "model.qkv_bias=true", "model.out_bias=true"]
+    plans = ["tp=4", "dp=2 tp=2 zero=1", "dp=2 tp=2 zero=3 sequence=off", "tp=4 sequence=off"]
+    cfgs = [runs.config(tmp_path, plan, more) for plan in plans]
+    expected = math.sqrt(spec.total_parameters(cfgs[0].model_config()))
+    for rank in run_ranks("rank_functions_train:norms_of_ones", 4, {"configs": [cfg.to_toml() for cfg in cfgs]}):
+        for norm, largest in rank:
+            assert norm == pytest.approx(expected, rel=1e-12)
+            assert largest == pytest.approx(0.5, rel=1e-5)
+
+
+def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
+    """Blocks are traced as for the compiler, transfers stay outside; without its slow back end."""
+    overrides = ["model.num_layers=1", "train.steps=2"]
+    traced = runs.config(tmp_path, "tp=2", [*overrides, "train.compile=true"], out="traced")
+    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
+    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [job(traced)]}, 110.0)
+    loop.run(runs.alone(), **job(plain))
+    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
+
+
+def test_plans_drawn_at_random_are_valid_and_repeat(tmp_path: Path) -> None:
+    cfg = runs.config(tmp_path)
+    axes = ("dp", "shard", "tp")
+    plans = fit.random_plans(cfg, 40, 3, available_axes=axes)
+    assert len(set(plans)) == 40
+    assert plans == fit.random_plans(cfg, 40, 3, available_axes=axes)
+    assert plans != fit.random_plans(cfg, 40, 4, available_axes=axes)
+    assert {plan.tp for plan in plans} >= {1, 2, 4}
+    assert {plan.zero for plan in plans} == {0, 1, 2, 3}
+    assert {plan.sequence for plan in plans} == {"on", "off"}
+    for plan in plans:
+        assert 2 <= plan.world <= 8
+        fit.check(runs.config(tmp_path, str(plan)), plan.world, available_axes=axes)
+
+
+@pytest.mark.ranks
+def test_the_command_sweeps(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(runs.toml(tmp_path))
+    words = ["verify", str(tmp_path / "run.toml"), "--sweep", "2", "--seed", "5", "--steps", "2"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["equal", "equal", "verify:"]
+    assert lines[-1] == "verify: 2 of 2 plans drawn with --seed 5 equal one process"
+    refused = CliRunner().invoke(app, [*words, "--parallel", "tp=2"])
+    assert refused.exit_code == 2
