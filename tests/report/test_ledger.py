@@ -242,8 +242,8 @@ def test_work_of_no_steady_length_is_not_called_slowed() -> None:
 
 def test_standing_still_is_no_slow_work() -> None:
     events = [event(0, "compute", "compute", 0, 2, "0F0"), event(0, "compute", "compute", 2, 7, "0F1")]
-    events += [event(0, "comm.dp", "comm", 2, 6, "gather"), event(0, "compute", "wait", 3, 6, "gather")]
-    account = one(events)[0]
+    events += [event(0, "comm.dp", "comm", 2, 5.5, "gather"), event(0, "compute", "wait", 2.5, 5.5, "gather")]
+    account = one([*events, event(0, "comm.dp", "comm", 5.5, 7, "reduce")])[0]
     assert rows(account) == {"compute": 4, "exposed transfer dp": 3}
 
 
