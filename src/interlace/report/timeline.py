@@ -288,7 +288,7 @@ def _memory(scene: Scene, ranks: Sequence[int], across: _Across, y: float) -> tu
         return [], y
     unit = 1 << 30 if peak >= 1 << 30 else 1 << 20
     top = round_up(peak / unit, (1, 1.5, 2, 3, 4, 5, 6, 8, 10)) * unit
-    parts = [words(20, y + 10, "memory", "head"), words(LEFT - 6, y + 10, _gib(top), "small", "end")]
+    parts = [words(20, y + 10, "memory", "head"), words(LEFT - 6, y + 24, _gib(top), "small", "end")]
     parts += [rule("grid", LEFT, y + line, RIGHT, y + line) for line in (0, high / 2, high)]
     for rank, points in inside.items():
         slices: dict[int, list[tuple[float, float]]] = defaultdict(list)
