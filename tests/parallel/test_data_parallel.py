@@ -92,7 +92,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "meta": "ConfigError: the module is on the meta device; give materialise, or build it on a real device.",
         "mesh": "PlanError: the mesh dp=3 has 3 ranks, but 2 are running; use dp=2.",
         "axis": "PlanError: the mesh pp=2 splits over pp, which this release does not execute; use dp=2.",
-        "role": 'ConfigError: roles names "wieght", but the module has no parameter of that name; did you mean "weig',
+        "role": 'ConfigError: roles names "wieght", but the module has no module or parameter of that name; did you mean',
         "missing": 'CheckpointError: the state lacks "head.bias", which the module has; give strict=False to keep it.',
         "unexpected": 'CheckpointError: the state has "tail.bias", which the module lacks; give strict=False to skip',
         "shape": 'CheckpointError: "head.bias" is [1] in the state and [13] in the module; load the state of a module',

@@ -171,6 +171,7 @@ def test_events_of_all_ranks_stand_on_one_clock(made: Made) -> None:
     assert all(own == names[0] and own for own in names)
     for same in zip(*moves.values(), strict=True):
         assert max(begin for _, begin, _ in same) <= min(end for _, _, end in same) + 1e-4
+    assert {event.name for event in events if event.kind == "optimizer"} == {"update", "norm"}
     for ledger in ledgers(events):
         for account in ledger.accounts:
             assert sum(account.rows.values()) == account.span

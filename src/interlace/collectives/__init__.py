@@ -3,10 +3,11 @@
 from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
-from interlace.collectives.ordered import add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
+from interlace.collectives.ordered import Add, add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
 from interlace.collectives.window import Window, make_windows, reach
 
 __all__ = [
+    "Add",
     "Group",
     "Groups",
     "Handle",

@@ -34,9 +34,9 @@ def all_gather(
 
     shard: 1-D, contiguous, `sizes[rank]` elements.  `sizes` per rank when they differ (all equal when None).  `out`:
     1-D of sum(sizes), written in place; `shard` may be its own part of it.  `source`, when given, is copied (and cast)
-    into `shard` as part of the transfer, on the side stream, after `before` has run there.  `window`: the one that
-    begins with `out`, of which `shard` is a part; then nothing is sent, the peers fetch it.  Sends `shard`'s bytes to
-    every other rank.
+    into `shard` as part of the transfer, on the side stream; `before` runs there first and may write `shard` itself.
+    `window`: the one that begins with `out`, of which `shard` is a part; then nothing is sent, the peers fetch it.
+    Sends `shard`'s bytes to every other rank.
     """
     count = shard.numel()
     sizes = [count] * group.size if sizes is None else list(sizes)
@@ -48,10 +48,10 @@ def all_gather(
     aliased = own.data_ptr() == shard.data_ptr() or count == 0
 
     def prepare() -> None:
-        if before is not None:
-            before()
         if window is not None:
             window.claim()
+        if before is not None:
+            before()
         if source is not None:
             shard.copy_(source)
         if not aliased and (uneven or group.size == 1):
@@ -129,10 +129,11 @@ def exchange_parts(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
     window: Window | None = None,
+    takes_own: bool = True,
 ) -> Sequence[Work]:
     """The works of an all-to-all, in elements; all parts are equal, on every rank, when no sizes are given.
 
-    window: the one that begins with `flat`, for equal parts.
+    window: the one that begins with `flat`, for equal parts; with takes_own=False the own part is not copied.
 
     A rank must not conclude from its own sizes that all are equal: gloo runs another exchange then, and another rank,
     whose sizes differ, would not take part in it.
@@ -141,7 +142,8 @@ def exchange_parts(
         assert window.own.data_ptr() == flat.data_ptr() and send_sizes is None
         own, size = group.rank, received.numel() // group.size * received.element_size()
         parts = _bytes(received).view(group.size, size)
-        parts[own].copy_(window.own[own * size : (own + 1) * size])
+        if takes_own:
+            parts[own].copy_(window.own[own * size : (own + 1) * size])
         return window.exchange([(parts[peer], peer, own * size) for peer in range(group.size) if peer != own])
     into, out = ([n * flat.element_size() for n in sizes or ()] or None for sizes in (receive_sizes, send_sizes))
     work = dist.all_to_all_single(_bytes(received), _bytes(flat), into, out, group=group.process_group, async_op=True)

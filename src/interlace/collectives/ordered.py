@@ -22,6 +22,10 @@ from interlace.collectives.ops import all_gather, exchange_parts
 from interlace.collectives.window import Window
 from interlace.layout import split
 
+# (own part [count], parts [ranks, count], own rank, target, scale) -> target, the sum in the order of ranks; the row of
+# the own rank among the parts is not there.
+Add = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, float], torch.Tensor]
+
 
 def reduce_scatter(
     flat: torch.Tensor,
@@ -32,6 +36,7 @@ def reduce_scatter(
     wire: torch.dtype | None = None,
     scale: float = 1.0,
     window: Window | None = None,
+    add: Add | None = None,
     name: str = "reduce_scatter",
 ) -> Handle[torch.Tensor]:
     """This rank's slice of the sum over ranks of `flat`, times `scale`.
@@ -39,6 +44,7 @@ def reduce_scatter(
     flat: 1-D, contiguous, sum(sizes) elements (equal slices when `sizes` is None).  `out`: where the slice goes
     (`flat`'s own part is allowed); the sum is taken in its dtype, which may be wider than `flat`'s.  `wire`: the dtype
     that travels, `flat`'s when None.  `window`: the one that begins with `flat`, whose parts are equal.
+    `add`: what adds the parts up then, instead of plain operations.
     """
     if sizes is None:
         assert flat.numel() % group.size == 0, (flat.numel(), group.size)
@@ -64,10 +70,12 @@ def reduce_scatter(
 
     def launch() -> Sequence[Work]:
         if even:
-            return exchange_parts(group, travelling, received, window=window)
+            return exchange_parts(group, travelling, received, window=window, takes_own=add is None)
         return exchange_parts(group, travelling, received, sizes, [count] * group.size)
 
     def finish() -> torch.Tensor:
+        if add is not None and window is not None:
+            return add(flat.split(count)[group.rank], got, group.rank, target, scale)
         return ordered_sum(got, target, scale)
 
     return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, finish)

@@ -24,19 +24,18 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, broadcast, make_windows, reach, sum_scalars
+from interlace.collectives import Group, Handle, Window, broadcast, make_windows, reach, sum_scalars
 from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
-from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, choose_slots, leave_meta
+from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
 from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
 from interlace.parallel.units import Unit, find_units, homes, tensors_of
@@ -190,15 +189,15 @@ class DataParallel(nn.Module):
         finally:
             self._round = None
 
-    def postpone(self, update: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Runs `update(leaves)` for one flat run after another, each before its weights are gathered next.
+    def postpone(self, update: Update) -> None:
+        """Runs `update(leaves, copies)` for one flat run after another, each before its weights are gathered next.
 
         So updates run in the order of the next forward pass, beside its compute.  `update` must take the gradients off
-        the leaves.  Whatever reads main weights through this object (a forward pass, `leaves`, `placements`,
-        `state_dict`, ...) finds them updated.
+        the leaves and, where copies are given, write each leaf's new values to its copy too.  Whatever reads main
+        weights through this object (a forward pass, `leaves`, `placements`, `state_dict`, ...) finds them updated.
         """
         for flat in self._trainable:
-            flat.postpone(functools.partial(update, flat.leaves))
+            flat.postpone(update)
 
     def settle(self) -> None:
         """Runs the updates that were postponed and did not run yet."""
@@ -352,8 +351,16 @@ class DataParallel(nn.Module):
     @property
     def window_bytes(self) -> int:
         """Bytes of the memory that peers read, which torch's own allocator does not count."""
-        slots = {id(slot): slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None}
-        return sum(slot.window.own.numel() for slot in slots.values() if slot.window is not None)
+        return sum(window.own.numel() for window in self._windows)
+
+    def peer_tensors(self) -> list[torch.Tensor]:
+        """What this rank sees of its peers' memory."""
+        return [peer for window in self._windows for peer in window.peers if peer is not window.peers[self.inner.rank]]
+
+    @property
+    def _windows(self) -> list[Window]:
+        slots = [slot for flat in self.flats for slot in (flat.slot, flat.outbox) if slot is not None]
+        return list({id(slot.window): slot.window for slot in slots if slot.window is not None}.values())
 
     # -- construction --------------------------------------------------------------------------------------------------
 
@@ -421,6 +428,10 @@ class DataParallel(nn.Module):
         outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
         for flat, slot in zip(leaving, outboxes, strict=True):
             flat.outbox = slot
+            if self.group.device.type == "cuda" and flat.main_dtype == torch.float32:
+                from interlace.kernels.ordered_rows import sum_rows  # needs Triton
+
+                flat.add = sum_rows
         arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
         for found in (arriving, outboxes):
             slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]

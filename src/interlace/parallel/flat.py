@@ -36,13 +36,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, Window, add_parts, all_gather, all_reduce, both, reduce_scatter, then
+from interlace.collectives import (
+    Add,
+    Group,
+    Handle,
+    Window,
+    add_parts,
+    all_gather,
+    all_reduce,
+    both,
+    reduce_scatter,
+    then,
+)
 from interlace.errors import ConfigError
 from interlace.parallel.part import Part
 from interlace.plan.zero import Cut, cut, member_layout, slots
 
 # (parameter name, first element, one past the last) -> that range of the flattened initial values
 Materialise = Callable[[str, int, int], torch.Tensor]
+
+# (leaves, copies): updates leaves, takes their gradients off, and writes what they are now to the copies, if given.
+Update = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor] | None], None]
 
 
 @dataclass
@@ -169,6 +183,7 @@ class Flat:
     leaves: list[nn.Parameter] = field(default_factory=list)
     slot: Slot | None = None
     outbox: Slot | None = None
+    add: Add | None = None
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
     _sum: torch.Tensor | None = None
@@ -177,7 +192,7 @@ class Flat:
     _unreduced: bool = False
     _narrow: bool = False
     _result: torch.Tensor | None = None
-    _due: Callable[[], None] | None = None
+    _due: Update | None = None
     _used: list[torch.Tensor] = field(default_factory=list)
     apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _leaf_starts: list[int] = field(default_factory=list)
@@ -304,22 +319,28 @@ class Flat:
         if slot.arriving is not None:  # a unit that nobody used was on its way into this buffer
             slot.arriving.wait()
         whole = slot.reserve()[: self.numel]
-        if not self.sharded:
-            self.update()
-            whole.copy_(self.main)
-        else:
+        update: Callable[[], None] | None = None
+        due, self._due = self._due, None
+        if due is not None:
+            self._used = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+            starts = zip(self.leaves, self._leaf_starts, strict=True)
+            copies = [whole[start : start + leaf.numel()] for leaf, start in starts]
+            update = functools.partial(due, self.leaves, copies)
+        if self.sharded:
             begin, end = self.held
-            due, self._due = self._due, None
-            self._used = [] if due is None else [leaf.grad for leaf in self.leaves if leaf.grad is not None]
             slot.arriving = all_gather(
                 whole[begin:end],
                 self.inner,
                 out=whole,
-                source=self.main,
-                before=due,
+                source=self.main if update is None else None,
+                before=update,
                 window=slot.window,
                 name=f"gather {self.name}",
             )
+        elif update is not None:
+            update()
+        else:
+            whole.copy_(self.main)
         slot.content = self
         self._version = self.main._version
 
@@ -338,9 +359,8 @@ class Flat:
         if not self._shown:
             self.point(slot.reserve())
 
-    def postpone(self, update: Callable[[], None]) -> None:
-        """Runs `update`, which changes the main weights and takes the gradients off the leaves, when the weights are
-        gathered next, on the stream of the gather."""
+    def postpone(self, update: Update) -> None:
+        """Runs `update` when the weights are gathered next, on the stream of the gather."""
         self.forget()
         self._due = update
 
@@ -348,7 +368,7 @@ class Flat:
         """Runs a postponed update now."""
         due, self._due = self._due, None
         if due is not None:
-            due()
+            due(self.leaves, None)
             self.forget()
             self.release()
 
@@ -500,7 +520,9 @@ class Flat:
         wire = wire if self.main_dtype.is_floating_point and grad.dtype == self.main_dtype else None
         if not self.sharded:
             return all_reduce(grad, self.group, out=result, wire=wire, scale=scale, name=name)
-        inside = reduce_scatter(grad, self.inner, out=result, wire=wire, scale=scale, window=window, name=name)
+        inside = reduce_scatter(
+            grad, self.inner, out=result, wire=wire, scale=scale, window=window, add=self.add, name=name
+        )
         if outer is None:
             return inside
         return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,8 +18,7 @@ def build(cfg: TrainSection, model: DataParallel) -> torch.optim.Optimizer:
     groups = model.parameter_groups(cfg.weight_decay)
     if cfg.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=cfg.learning_rate, momentum=cfg.momentum)
-    fused = model.group.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=cfg.betas, eps=cfg.eps, fused=fused)
+    return torch.optim.AdamW(groups, lr=cfg.learning_rate, betas=cfg.betas, eps=cfg.eps)
 
 
 def state_keys(cfg: TrainSection) -> tuple[str, ...]:
@@ -50,34 +50,71 @@ def learning_rate(cfg: TrainSection, step: int, steps: int) -> float:
 def update(
     optimizer: torch.optim.Optimizer,
     leaves: Sequence[torch.nn.Parameter],
+    copies: Sequence[torch.Tensor] | None,
     rates: Sequence[float],
     factor: torch.Tensor | None,
 ) -> None:
     """Multiplies the gradients of some leaves by `factor`, updates these leaves and takes their gradients off.
 
-    rates: learning rate of each group.  factor: 0-d, on the device, nothing waits for it; None = 1.  Equals scaling all
-    gradients and `optimizer.step()`, a part at a time.  Fused kernels divide as they read, a pass over the gradients
-    less.
+    copies: where each leaf's new values also go, in the copy's dtype.  rates: learning rate of each group.  factor:
+    0-d, on the device, nothing waits for it; None = 1.  Equals scaling all gradients and `optimizer.step()`, a part at
+    a time; on a GPU AdamW is one kernel (`kernels.adamw`), with the state where torch's has it.
     """
-    chosen = {id(leaf) for leaf in leaves}
-    groups = optimizer.param_groups
-    optimizer.param_groups = [
+    chosen = {id(leaf): place for place, leaf in enumerate(leaves)}
+    groups = [
         {**group, "lr": rate, "params": [leaf for leaf in group["params"] if id(leaf) in chosen]}
-        for group, rate in zip(groups, rates, strict=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True)
     ]
-    fused = factor is not None and bool(optimizer.defaults.get("fused"))
-    if fused:
-        optimizer.grad_scale = factor.reciprocal().float()  # type: ignore[union-attr, attr-defined]
-    elif factor is not None:
-        scale([leaf.grad for leaf in leaves if leaf.grad is not None], factor)
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups = groups
-        if fused:
-            del optimizer.grad_scale  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.AdamW) and all(_fits_kernel(leaf) for leaf in leaves):
+        for group in groups:
+            for leaf in group["params"]:
+                copy = None if copies is None else copies[chosen[id(leaf)]]
+                _adamw(optimizer.state[leaf], leaf, group, factor, copy)
+    else:
+        if factor is not None:
+            scale([leaf.grad for leaf in leaves if leaf.grad is not None], factor)
+        before, optimizer.param_groups = optimizer.param_groups, groups
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = before
+        for copy, leaf in zip(copies or (), leaves, strict=copies is not None):
+            copy.copy_(leaf.detach())
     for leaf in leaves:
         leaf.grad = None
+
+
+def _fits_kernel(leaf: torch.nn.Parameter) -> bool:
+    return leaf.is_cuda and leaf.dtype == torch.float32 and leaf.grad is not None
+
+
+def _adamw(
+    state: dict[str, Any],
+    leaf: torch.nn.Parameter,
+    group: dict[str, Any],
+    factor: torch.Tensor | None,
+    copy: torch.Tensor | None,
+) -> None:
+    from interlace.kernels.adamw import adamw  # needs Triton
+
+    if not state:
+        state["step"] = torch.tensor(0.0)
+        state |= {key: torch.zeros_like(leaf, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+    state["step"] += 1
+    assert leaf.grad is not None
+    adamw(
+        leaf.detach(),
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        leaf.grad,
+        step=int(state["step"]),
+        rate=group["lr"],
+        betas=group["betas"],
+        eps=group["eps"],
+        decay=group["weight_decay"],
+        factor=factor,
+        copy=copy,
+    )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

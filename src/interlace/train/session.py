@@ -17,6 +17,7 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initial_value
 from interlace.parallel.data import DataParallel
+from interlace.parallel.joined import Joined
 from interlace.parallel.part import holding
 from interlace.parallel.tensor import Axis, split_decoder
 from interlace.plan.share import leaves as fixed_leaves
@@ -97,9 +98,7 @@ def build(world: World, cfg: Config) -> Session:
     _agree(groups, dataset)
     decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
     if world.device.type == "cuda":
-        from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
-
-        decoder.head.softmax_rows = softmax_rows
+        quicken(decoder, join=cfg.train.precision == "bf16" and mesh.size("tp") == 1)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     parameters = spec.parameters(model_cfg)
     parts = {}
@@ -132,6 +131,19 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def quicken(decoder: Decoder, join: bool) -> None:
+    """Gives a decoder that runs on a GPU the kernels that equal its plain compositions.
+
+    join: q, k and v by one product, where a flat run holds their weights together.
+    """
+    from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
+
+    decoder.head.softmax_rows = softmax_rows
+    if join:
+        for block in decoder.blocks:
+            block.get_submodule("attention").project = Joined()
 
 
 def _pin(cfg: Config) -> None:

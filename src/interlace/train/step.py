@@ -92,9 +92,9 @@ def update(
     factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
     rates = [group["lr"] for group in optimizer.param_groups]
 
-    def postponed(leaves: Sequence[torch.nn.Parameter]) -> None:
-        with model.group.meter.work("optimizer", "norm", model.group.device):
-            optimizers.update(optimizer, leaves, rates, factor)
+    def postponed(leaves: Sequence[torch.nn.Parameter], copies: Sequence[torch.Tensor] | None) -> None:
+        with model.group.meter.work("optimizer", "update", model.group.device):
+            optimizers.update(optimizer, leaves, copies, rates, factor)
 
     model.postpone(postponed)
     return total, norm

@@ -380,7 +380,8 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         sizes[kind] = sum(nbytes for pointer, nbytes in storages.items() if pointer not in seen)
         seen |= storages.keys()
-    seen |= {t.untyped_storage().data_ptr() for t in session.dataset.tensors()}
+    elsewhere = [*session.dataset.tensors(), *session.model.peer_tensors()]
+    seen |= {t.untyped_storage().data_ptr() for t in elsewhere}
     known = sum(sizes.values())
     for _ in range(LOOKS):
         live = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors()}

@@ -1,0 +1,48 @@
+"""The sum of one row from every rank, in the order of ranks, in one pass over memory.
+
+`sum_rows(own, received, rank, target, scale)` equals, in fp32,
+
+    rows = received with `own` as row number `rank`;   target = ((rows[0] + rows[1]) + rows[2] + ...) * scale
+
+The plain composition copies the own row beside the others and reads and writes the target once for each of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _sum(own, received, target, rank, count, scale, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(own + at, mask=inside).to(tl.float32)
+    if rank != 0:
+        total = tl.load(received + at, mask=inside).to(tl.float32)
+    for row in range(1, RANKS):
+        if row == rank:
+            value = tl.load(own + at, mask=inside).to(tl.float32)
+        else:
+            value = tl.load(received + tl.full([], row, tl.int64) * count + at, mask=inside).to(tl.float32)
+        total += value
+    tl.store(target + at, total * scale, mask=inside)
+
+
+def sum_rows(
+    own: torch.Tensor, received: torch.Tensor, rank: int, target: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: fp32 [count]."""
+    ranks, count = received.shape
+    assert own.dtype == received.dtype
+    assert own.numel() == target.numel() == count
+    assert target.dtype == torch.float32
+    assert own.is_contiguous() and received.is_contiguous() and target.is_contiguous()
+    if count:
+        _sum[(triton.cdiv(count, BLOCK),)](
+            own, received, target, rank, count, scale, RANKS=ranks, BLOCK=BLOCK, num_warps=8
+        )
+    return target
