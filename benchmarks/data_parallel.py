@@ -7,8 +7,7 @@ All variants hold the same model and take the same random tokens; they run in tu
 times, and the median round counts.  First, step 1 of each is checked against one GPU in fp32: loss and gradient norm.
 A peak is what a variant adds to what the others keep.  Variants: ours-zeroZ, fsdp2 (ZeRO-3), fsdp2-keep (ZeRO-2), ddp;
 with the suffix -eager without compilation of the blocks, -bf16 with gradients reduced in bf16, -off (ours) with every
-transfer waited for at once, -nccl (ours) with NCCL's kernels where copy engines would do,
--apart (ours) with q, k and v multiplied one by one.
+transfer waited for at once, -nccl (ours) with NCCL's kernels where copy engines would do.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute
 from interlace.train.data import Batch
-from interlace.train.session import quicken
 from interlace.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,10 +64,12 @@ def random_batch(cfg: ModelConfig, sequences: int, length: int, rank: int) -> Ba
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, positions * 0, numbers, False)
 
 
-def decoder(cfg: ModelConfig, device: torch.device | str, compiled: bool, join: bool = False) -> Decoder:
+def decoder(cfg: ModelConfig, device: torch.device | str, compiled: bool) -> Decoder:
     made = Decoder(cfg, device=device, dtype=torch.float32)
     if torch.cuda.is_available():
-        quicken(made, join)
+        from interlace.kernels.softmax_rows import softmax_rows
+
+        made.head.softmax_rows = softmax_rows
     recompute.apply(made, "none", compiled)
     return made
 
@@ -78,7 +78,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
     train = TrainSection(clip=CLIP, weight_decay=0.1)
     table = {parameter.name: parameter for parameter in spec.parameters(cfg)}
     model = DataParallel(
-        decoder(cfg, "meta", "-eager" not in name, join="-apart" not in name),
+        decoder(cfg, "meta", "-eager" not in name),
         groups["dp"],
         zero=int(name.split("-")[1].removeprefix("zero")),
         units=("embedding", "blocks.*", "head"),
@@ -90,6 +90,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
     )
+    model.module.head.vocabulary.scratch = model.spare_memory
     optimizer = optimizers.build(train, model)
 
     def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -122,7 +122,7 @@ class Ours:
         """The bubble that was, and that of the table with the times of its actions; means over ranks, in percent."""
         record = self.meter.cut()
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for text, begin, end in record.computations:
+        for _, _, text, begin, end in record.work:
             action = Action.parse(text)
             taken[action.stage, action.kind.value].append(between(begin, end))
         busy = sum(map(sum, taken.values()))

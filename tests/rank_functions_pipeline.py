@@ -65,7 +65,7 @@ def sleeping(
             pipeline.run(works, [(1, 2, 3)] * micro_batches, torch.float32)
             world.barrier("end")
         end = now(CPU)
-        taken = {name: between(a, b) for name, a, b in meter.cut().computations}
+        taken = {name: between(a, b) for _, kind, name, a, b in meter.cut().work if kind == "compute"}
         found.append((between(begin, end), taken))
     return found
 
@@ -140,7 +140,7 @@ def chain(world: World, table: str, name: str, chunks: int, shapes: list[tuple[i
             error = max(error, ((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()).item())
     losses = [part.item() for work in works.values() for part in work.take_losses()]
     record = meter.cut()
-    names = [name for name, *_ in record.computations]
+    names = [name for _, kind, name, *_ in record.work if kind == "compute"]
     assert names == [str(action) for action in lowered.rows[world.rank] if action.is_compute]
     return {
         "error": error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from interlace.parallel import vocabulary
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.tensor import Axis, split_decoder
+from interlace.plan.memory import block_activations
 from interlace.world import World
 from rank_functions_data import different, digest, gradients, weights
 
@@ -137,10 +139,11 @@ def products(world: World) -> None:
     y = F.linear(inner, weight)
     (y * seeded(count, 4, seed=2)).sum().backward()
     c, d = split(M, world.size, world.rank)
-    for function in (matmul_scatter, matmul_reduce):
+    beside = functools.partial(matmul_scatter, overlap=True)
+    for function in (matmul_scatter, beside, matmul_reduce):
         part, own = (t.detach()[:, c:d].clone().requires_grad_() for t in (inner, weight))
         made = function(part, own, group)
-        rows = slice(low, high) if function is matmul_scatter else slice(None)
+        rows = slice(None) if function is matmul_reduce else slice(low, high)
         close(made, y[rows].detach(), "matmul, then a sum")
         (made * seeded(count, 4, seed=2)[rows]).sum().backward()
         close(part.grad, inner.grad[:, c:d], "gradient of x")
@@ -343,4 +346,36 @@ def masks(world: World) -> dict[str, Any]:
         attention = next(mask for mask in made if mask.dim() == 4)
         residual = made[0].flatten(0, -2)
         found[str(sequence)] = [residual.int().tolist(), attention.int().tolist()]
+    return found
+
+
+def kept_by_a_block(world: World) -> list[list[Any]]:
+    """Bytes that autograd keeps for one split block, and those counted, by kind of model and form."""
+    found = []
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {}, "qk_norm": {"qk_norm": True}, "gelu": {"norm": "layernorm", "activation": "gelu"},
+        "dropout": {"dropout": 0.1}, "experts": {"num_experts": 4, "expert_ffn_size": 6},
+    }  # fmt: skip
+    for (name, change), sequence in ((pair, form) for pair in kinds.items() for form in (True, False)):
+        cfg = ModelConfig(**{**CFG, "num_layers": 1, "ffn_size": 22, **change})
+        model, _ = split_model(world, f"tp={world.size} dp=1", cfg, sequence, dtype=torch.float32)
+        decoder: Any = model.module
+        context = decoder.context((2, 13), torch.device("cpu"))
+        shared = {t.untyped_storage().data_ptr() for t in [*decoder.parameters(), *context.rotary]}
+        shared |= {leaf.untyped_storage().data_ptr() for leaf in model.leaves()}
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor, kept: dict[int, Tensor] = kept, shared: set[int] = shared) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in shared:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        rows = 26 // world.size if sequence else 26
+        x = torch.randn(1 if sequence else 2, rows if sequence else 13, 32, requires_grad=True)
+        model._begin_forward()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            decoder.blocks[0](x, context)
+        counted = block_activations(cfg, 2, 13, 4, device="cpu", tp=world.size, split_rows=sequence)
+        found.append([name, sequence, sum(t.untyped_storage().nbytes() for t in kept.values()), counted])
+        model._rest()
     return found

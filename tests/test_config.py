@@ -133,7 +133,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_without_a_file_the_demo_runs() -> None:
     cfg = load(None)
-    assert (cfg.model.preset, str(cfg.plan)) == ("demo", "dp=4 zero=3")
+    assert (cfg.model.preset, str(cfg.plan)) == ("demo", "dp=2 tp=2")
     assert load(None, preset="tiny").model_config().hidden_size == 64
 
 
@@ -145,7 +145,7 @@ def test_file_wins_over_preset_and_override_over_file(tmp_path: Path) -> None:
     assert (cfg.train.steps, cfg.train.global_batch, cfg.train.warmup) == expected
     assert cfg.run.out == "a b"
     assert cfg.model_config().num_layers == 4
-    assert str(cfg.plan) == "dp=4 zero=3"
+    assert str(cfg.plan) == "dp=2 tp=2"
     assert str(load(path, parallel="tp=2", world=6).plan) == "dp=3 tp=2"
     assert str(load(path, overrides=["parallel.plan=dp=2 zero=1"]).plan) == "dp=2 zero=1"
 

@@ -81,7 +81,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
     expected = {
         "stage": "ConfigError: zero=4 is not a ZeRO stage; choose 0, 1, 2 or 3.",
         "gradients": 'ConfigError: gradients="average" is neither "mean" nor "sum".',
-        "pattern": 'ConfigError: units names "block.*", but the module has no submodule of that name; did you mean',
+        "pattern": 'ConfigError: units names "block.*", but the module has no submodule of that name; did you',
         "list": 'ConfigError: units names "blocks", a ModuleList, which is never called itself; name its children',
         "order": "ConfigError: blocks.2 ran after a unit that stands behind it in the list of units; list units in",
         "outside": "ConfigError: blocks.0 was called outside the wrapped module; call the object that parallelize",
@@ -92,7 +92,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "meta": "ConfigError: the module is on the meta device; give materialise, or build it on a real device.",
         "mesh": "PlanError: the mesh dp=3 has 3 ranks, but 2 are running; use dp=2.",
         "axis": "PlanError: the mesh pp=2 splits over pp, which this release does not execute; use dp=2.",
-        "role": 'ConfigError: roles names "wieght", but the module has no module or parameter of that name; did you mean',
+        "role": 'ConfigError: roles names "wieght", but the module has no module or parameter of that name; did you',
         "missing": 'CheckpointError: the state lacks "head.bias", which the module has; give strict=False to keep it.',
         "unexpected": 'CheckpointError: the state has "tail.bias", which the module lacks; give strict=False to skip',
         "shape": 'CheckpointError: "head.bias" is [1] in the state and [13] in the module; load the state of a module',

@@ -38,11 +38,14 @@ def test_every_table_gives_the_numbers_of_one_process(run_ranks: Run) -> None:
     assert len(flops) < len(jobs)
 
 
+TRANSFER = 0.001  # through gloo, between processes that sleep on a busy machine
+
+
 class Taken(Costs):
     """Seconds by action, as they were."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
-        super().__init__((), (), ())
+        super().__init__((), (), (), transfer=TRANSFER)
         self.__dict__["taken"] = seconds
 
     def seconds(self, action: Action) -> float:
@@ -51,8 +54,8 @@ class Taken(Costs):
 
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
-    """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 3 ms for starting
-    together allowed for; and no quicker than the table with the times that were asked for.
+    """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 1 ms for each
+    transfer, and 3 for starting together; and no quicker than the table with the times that were asked for.
 
     What another load of the machine has slowed down is measured again, up to three times.
     """

@@ -87,3 +87,9 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
 
 def test_columns_that_read_one_tensor_share_one_sum(run_ranks: Run) -> None:
     assert run_ranks(f"{ROLES}:sums_of_shared_columns", 2) == [1, 1]
+
+
+def test_a_split_block_keeps_what_is_counted(run_ranks: Run) -> None:
+    for rank in run_ranks(f"{OURS}:kept_by_a_block", 2):
+        for name, sequence, kept, counted in rank:
+            assert kept == counted, (name, sequence)

@@ -5,7 +5,7 @@ from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
 from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
 from interlace.collectives.ordered import Add, add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
-from interlace.collectives.window import Window, make_windows, reach
+from interlace.collectives.window import Window, make_windows, memory_of, reach
 
 __all__ = [
     "Add",
@@ -28,6 +28,7 @@ __all__ = [
     "make_groups",
     "make_lines",
     "make_windows",
+    "memory_of",
     "neighbours",
     "reach",
     "receive",

@@ -18,6 +18,7 @@ Splits are balanced, nothing has to divide.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle
 from interlace.collectives.ops import all_gather
-from interlace.collectives.ordered import all_reduce, balanced, reduce_scatter, then
+from interlace.collectives.ordered import all_reduce, balanced, ordered_sum, pass_on, reduce_scatter, then
 
 # --- transfers -------------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,36 @@ def start_reduce(x: Tensor, group: Group, name: str = "reduce") -> Handle[Tensor
     own = flat.split(sizes)[group.rank]
     second = then(first, group, lambda: all_gather(own, group, sizes=sizes, out=flat, source=total, name=name))
     return Handle(lambda: second.wait().view(x.shape))
+
+
+def start_parts(
+    product: Callable[[int, Tensor | None], Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    group: Group,
+    name: str = "scatter",
+) -> Handle[Tensor]:
+    """A reduce-scatter of parts that are made one after another: the sum over ranks of `product(this rank)`.
+
+    product: (rank, where to, or None) -> this rank's part of that rank's rows, contiguous.  Those of the next peer are
+    made first and travel while the others are made, the own ones last.  shape: of the own part.  One scatter in counts
+    and bytes; the same sum, in rank order.
+    """
+    parts = torch.empty(group.size, *shape, dtype=dtype, device=group.device)
+    moving = []
+    for step in range(1, group.size):
+        to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
+        moving.append(pass_on(product(to, None), parts[source], group, to, source, is_first=step == 1, name=name))
+    product(group.rank, parts[group.rank])
+
+    def added() -> Tensor:
+        for transfer in moving:
+            transfer.wait()
+        wide = dtype.itemsize == 2 and group.size > 2
+        total = torch.empty(shape, dtype=torch.float32 if wide else dtype, device=group.device)
+        return ordered_sum(parts, total).to(dtype)
+
+    return Handle(added)
 
 
 def _sum_of(flat: Tensor, count: int, group: Group) -> Tensor | None:

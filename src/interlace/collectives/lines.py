@@ -73,8 +73,8 @@ def send(tensor: torch.Tensor, line: Group, *, name: str) -> Sending:
         works.append(work)
         return works
 
-    name = f"{name} to rank {line.ranks[1]}"
-    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None)
+    peer = f" to rank {line.ranks[1]}"
+    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer)
     return Sending(tensor, handle, works[0])
 
 
@@ -88,5 +88,5 @@ def receive(shape: Sequence[int], dtype: torch.dtype, line: Group, *, name: str)
         assert work is not None
         return [work]
 
-    name = f"{name} from rank {line.ranks[0]}"
-    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor)
+    peer = f" from rank {line.ranks[0]}"
+    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer)

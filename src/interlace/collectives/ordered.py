@@ -154,6 +154,32 @@ def balanced(count: int, ways: int) -> list[int]:
     return [stop - start for start, stop in (split(count, ways, index) for index in range(ways))]
 
 
+def pass_on(
+    part: torch.Tensor,
+    out: torch.Tensor,
+    group: Group,
+    to: int,
+    source: int,
+    *,
+    is_first: bool,
+    name: str = "pass on",
+) -> Handle[torch.Tensor]:
+    """One of the n - 1 exchanges that a reduce-scatter in parts is made of: `part` goes to rank `to` of the group, and
+    `out` comes from `source`, each rank's by as many places.
+
+    Contiguous.  Counted as a reduce-scatter, `is_first` once for all of them.
+    """
+    nbytes = part.numel() * part.element_size()
+    group.meter.count("reduce_scatter", group.axis, nbytes, calls=int(is_first))
+    sizes = [part.numel() if peer == to else 0 for peer in range(group.size)]
+    arriving = [out.numel() if peer == source else 0 for peer in range(group.size)]
+
+    def launch() -> Sequence[Work]:
+        return exchange_parts(group, part.view(-1), out.view(-1), sizes, arriving)
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: out)
+
+
 def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:
     """`first`, which runs on `group`'s stream, and what `follow` starts on its result, as one transfer."""
     if group.stream is None:

@@ -10,6 +10,7 @@ A layout is one entry per dimension, in order, and then what is still owed:
     "V/tp:64"            split in whole chunks of 64 elements; only the last chunk may be short
     "(N M)/dp"           N and M flattened, row-major, into one dimension, which is split
     "(N/tp M)/dp:4096"   the same, of the slice of N that tp left here: ZeRO inside tensor parallelism
+    "(D N/tp:8)/dp:32"   the same of a slice of the second dimension, here whole heads of 8
     "(N M)/dp:4096@3/252"  this tensor begins at chunk 3 of a flat unit of 252 chunks, and the unit is what is split
     "T D +tp +cp"        every rank holds all of it, as a partial sum still owed over tp and over cp
     ""                   a scalar

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from interlace.collectives import Handle, Lines, Meter, Sending, receive, send
-from interlace.collectives.handle import now
 from interlace.parallel.split import Switch, Tape
 from interlace.schedule import Action, Kind, Table, validate
 from interlace.schedule.lower import receive_of, send_of
@@ -136,18 +135,17 @@ class _Step:
         assert j is not None
         work, last = self.works[stage], self.pipeline.last
         taken = self._take(receive_of(action, last))
-        begin = now(self.pipeline.device)
-        if action.kind is Kind.FORWARD:
-            result = work.forward(j, taken)
-            self._count(stage, 1)
-        elif action.kind is Kind.WEIGHT:
-            work.weights(j)
-            result = None
-        else:
-            result = work.backward(j, taken, split=action.kind is Kind.INPUT)
+        result = None
+        with self.pipeline.meter.work("compute", str(action), self.pipeline.device):
+            if action.kind is Kind.FORWARD:
+                self._count(stage, 1)
+                result = work.forward(j, taken)
+            elif action.kind is Kind.WEIGHT:
+                work.weights(j)
+            else:
+                result = work.backward(j, taken, split=action.kind is Kind.INPUT)
         if action.kind in (Kind.BACKWARD, Kind.WEIGHT):
             self._count(stage, -1)
-        self.pipeline.meter.computed(str(action), begin, now(self.pipeline.device))
         sent = send_of(action, last)
         if sent is not None:
             assert result is not None, f"{action} made nothing to send"

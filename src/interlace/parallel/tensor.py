@@ -43,11 +43,16 @@ from interlace.spec import Parameter, Role
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The tensor axis: its ranks, whether the residual stream is split, whether transfers run beside products."""
+    """The tensor axis: its ranks, whether the residual stream is split, whether transfers run beside products.
+
+    reruns: whole blocks are run again in backward.  A run that ends early, as torch's checkpoint does once everything
+    saved is back, leaves out the last product of a block only if it stands by itself.
+    """
 
     group: Group
     sequence: bool = True
     overlap: bool = True
+    reruns: bool = False
 
     def count(self, context: Any) -> int | None:
         """Rows of all ranks together where each holds some of them; None where each holds all."""
@@ -120,7 +125,7 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
         if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, self.axis.group)[None]
+            made = matmul_scatter(x, self.weight, self.axis.group, self.axis.overlap and not self.axis.reruns)[None]
         else:
             made = matmul_reduce(x, self.weight, self.axis.group)
         return made if self.bias is None else made + self.bias

@@ -18,7 +18,9 @@ Buffers of gradients come as backward needs them and go when the optimizer has r
 worst: the end of forward, when activations and the work of the loss are there; the beginning of backward; its end.
 
 Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
-its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Not counted: what
+its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Over tp, heads and
+inner features are split, and with sequence=on the rows of the residual stream, its norms and dropout; the inputs of
+products, which are gathered once for both passes, are whole.  Not counted: what
 the device's own runtime and communication library take (1-2 GB on a GPU), and the allocator's fragments.
 """
 
@@ -27,11 +29,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
+from interlace.plan.tensor import slices
 from interlace.schedule import generate, read_csv, validate
 from interlace.spec import Parameter, Role, parameters, units
 
@@ -112,7 +115,9 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
-    moments = _moments(config, plan, runs, device, activations, logits, layers, tokens)
+    if logits and plan.tp > 1 and plan.sequence == "on":
+        logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
+    moments = _moments(config, plan, runs, device, activations, logits, layers, _rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied,
@@ -224,19 +229,11 @@ def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, cp: int, ep: int, name
 
 
 def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
-    """Elements of the largest slice over tp and ep: the dimension that its role splits, rounded up."""
-    shape = list(parameter.shape)
+    """Elements of the largest slice over tp and ep."""
+    numel = slices(parameter, tp).numel(0)
     if parameter.role is Role.EXPERT:
-        shape[0] = math.ceil(shape[0] / ep)
-    axis = {
-        Role.COLUMN: 0,
-        Role.VOCAB: 0,
-        Role.ROW: 1,
-        Role.EXPERT: parameter.dims.split().index("F") if "F" in parameter.dims else 0,
-    }.get(parameter.role)
-    if axis is not None and axis < len(shape):
-        shape[axis] = math.ceil(shape[axis] / tp)
-    return math.prod(shape)
+        numel = numel // parameter.shape[0] * math.ceil(parameter.shape[0] / ep)
+    return numel
 
 
 def _buffers(runs: Sequence[_Run], distance: int) -> int:
@@ -271,20 +268,26 @@ def _activations(
     documents = config.data.documents == "separate"
 
     def saved(recompute: str) -> int:
-        compiled = config.train.compile
-        size = block_activations(cfg, sequences, length, compute, recompute, documents, device, compiled)
-        return math.ceil(size / plan.tp)
+        compiled, split_rows = config.train.compile, plan.sequence == "on"
+        return block_activations(
+            cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows
+        )
 
     total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
     if plan.recompute != "none":
         total += saved("none") - saved(plan.recompute)  # the block that backward has run again
     tokens = sequences * length
     first = next((most for most, names in own if "embedding" in names), 0)
-    if first:
-        total += first * tokens * (8 + (cfg.hidden_size if cfg.dropout else 0))  # token numbers, dropout mask
+    total += first * tokens * 8  # token numbers
+    total += first * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
     if any("head" in names for _, names in own):
-        total += math.ceil(tokens * _norm_bytes(cfg, compute, device) / plan.tp) + tokens * cfg.hidden_size * compute
+        total += _rows(tokens, plan) * (_norm_bytes(cfg, compute, device) + cfg.hidden_size * compute)
     return total
+
+
+def _rows(tokens: int, plan: ParallelPlan) -> int:
+    """Rows of the residual stream on the rank that has most."""
+    return math.ceil(tokens / plan.tp) if plan.sequence == "on" else tokens
 
 
 def block_activations(
@@ -296,6 +299,8 @@ def block_activations(
     documents: bool = False,
     device: str = "cuda",
     compiled: bool = False,
+    tp: int = 1,
+    split_rows: bool = True,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
@@ -309,20 +314,33 @@ def block_activations(
     """
     norms = "cuda" if compiled and cfg.norm == "rmsnorm" else device
     N, D, E, c = sequences * length, cfg.hidden_size, cfg.head_dim, compute
+    rows = math.ceil(N / tp) if split_rows else N
     if recompute == "full":
-        return N * D * c
-    per_token = 2 * (_norm_bytes(cfg, c, norms) + D * c)
+        return rows * D * c
+    cfg = _of_one_rank(cfg, tp)
+    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0)) + (D * c if cfg.num_experts else 0)
+    per_token = (1 if cfg.num_experts else 2) * D * c  # a router reads its own rows, experts copies of the others
     if cfg.qk_norm:
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
-    if cfg.dropout:
-        per_token += 2 * D
     per_token += (
         _experts_bytes(cfg, c)
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
-    return N * per_token + _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+    core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+    return rows * per_row + N * per_token + core
+
+
+def _of_one_rank(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """The heads and inner features of the rank that has most."""
+    return replace(
+        cfg,
+        num_heads=cfg.num_heads // tp,
+        num_kv_heads=max(1, cfg.num_kv_heads // tp),
+        ffn_size=math.ceil(cfg.ffn_size / tp),
+        expert_ffn_size=math.ceil(cfg.expert_ffn_size / tp),
+    )
 
 
 def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:

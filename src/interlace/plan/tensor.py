@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from interlace.config import ModelConfig, ParallelPlan
+from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import PlanError
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
 from interlace.spec import Parameter, Role, operations, parameters, passes, units
+from interlace.topology import Link, Topology
 
 STATISTICS = 4  # numbers a row that the loss of a split vocabulary exchanges
 
@@ -212,3 +213,41 @@ def _changes(
     if X:
         yield "N/tp W", "N W", narrow, itemsize, logits
         yield *reduce, (rows * X,), itemsize, L
+
+
+def seconds(
+    cfg: ModelConfig, plan: ParallelPlan, micro_batches: Sequence[int], length: int, itemsize: int, link: Link
+) -> float:
+    """What the axis's transfers take in a step over `link`, one after another, on the rank that sends most."""
+    found, mesh = 0.0, Mesh((("tp", plan.tp),))
+    for count in micro_batches:
+        for before, after, shape, size, times in _changes(cfg, plan, count * length, itemsize, units(cfg)):
+            for transfer in transition(Layout.parse(before), Layout.parse(after), shape, mesh, size):
+                phases = 2 if transfer.collective == "all_reduce" else 1
+                found += times * phases * link.phase_seconds(transfer.bytes / phases)
+    return found
+
+
+def across_hosts(
+    config: Config, micro_batches: Sequence[int], hosts: Sequence[int], topology: Topology | None
+) -> str | None:
+    """A line for the log when a group of the axis has ranks on several hosts: what that costs; None when none has.
+
+    hosts: a number for the host of every rank.  topology: the machine, whose first link joins ranks of one host and
+    whose last joins all.
+    """
+    plan = config.plan
+    groups = [hosts[first : first + plan.tp] for first in range(0, len(hosts), plan.tp)]  # neighbours, the inner axis
+    most = max(len(set(group)) for group in groups)
+    if most == 1:
+        return None
+    line = f"note: tp={plan.tp} spans {most} hosts"
+    if topology is None:
+        return f"{line}; its transfers leave the fast links between GPUs of one host"
+    itemsize = 2 if config.train.precision == "bf16" else 4
+    given = (config.model_config(), plan, micro_batches, config.data.sequence_length, itemsize)
+    outer, inner = (1e3 * seconds(*given, link) for link in (topology.links[-1], topology.links[0]))
+    return (
+        f"{line}: its transfers take about {outer:.3g} ms a step over {topology.links[-1].name}, {inner:.3g} ms over "
+        f"{topology.links[0].name} inside one (topology {topology.name})"
+    )

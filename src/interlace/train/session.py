@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,15 @@ from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.mesh import Mesh
 from interlace.models import weights
-from interlace.models.decoder import Decoder, initial_value
+from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.parallel.data import DataParallel
-from interlace.parallel.joined import Joined
 from interlace.parallel.part import holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
+from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
-from interlace.plan.share import micro_batch_count
+from interlace.plan.tensor import across_hosts
+from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute, stages
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
@@ -102,15 +104,17 @@ def build(world: World, cfg: Config) -> Session:
     wrap: Callable[..., DataParallel] = DataParallel
     if cfg.plan.pp > 1:
         units, wrap = stages.prepare(cfg, model_cfg, decoder, groups)
-    if world.device.type == "cuda":
-        apart = mesh.size("tp") > 1 or stages.splits_backward(cfg.plan)  # products that go their own ways
-        quicken(decoder, join=cfg.train.precision == "bf16" and not apart)
+    if world.device.type == "cuda" and decoder.head is not None:
+        from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
+
+        decoder.head.softmax_rows = softmax_rows
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     here = {name for name, _ in decoder.named_parameters()}
     parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
     parts = {}
     if mesh.size("tp") > 1:
-        axis = Axis(groups["tp"], cfg.plan.sequence == "on", cfg.plan.overlap == "on")
+        plan = cfg.plan
+        axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
     model = wrap(
         decoder,
@@ -131,29 +135,29 @@ def build(world: World, cfg: Config) -> Session:
     )
     if isinstance(model, StagedParallel):
         stages.attach(cfg, model_cfg, model, groups, meter)
+    elif cfg.run.reproducible != "plan" and isinstance(decoder.head.vocabulary, Vocabulary):
+        decoder.head.vocabulary.scratch = model.spare_memory
     optimizer = optimizers.build(cfg.train, model)
     steps = cfg.train.steps
     if cfg.train.epochs:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    if mesh.size("tp") > 1 and (line := _across_hosts(made)):
+        made.notes.append(line)
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
 
 
-def quicken(decoder: Decoder, join: bool) -> None:
-    """Gives a decoder that runs on a GPU, or a part of one, the kernels that equal its plain compositions.
-
-    join: q, k and v by one product, where a flat run holds their weights together.
-    """
-    from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
-
-    if decoder.head is not None:
-        decoder.head.softmax_rows = softmax_rows
-    if join:
-        for block in filter(None, decoder.blocks):
-            block.get_submodule("attention").project = Joined()
+def _across_hosts(session: Session) -> str | None:
+    """What it costs that a tensor group has ranks on several hosts, if one has.  Collective."""
+    world, cfg = session.world, session.cfg
+    own = random.key(0, socket.gethostname()) >> 1
+    hosts = all_gather(torch.tensor([own]), session.groups.host, name="hosts").wait().tolist()
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    counts = computed_sequences(cfg.plan, session.mesh, world.rank, cfg.train.global_batch)
+    return across_hosts(cfg, counts, hosts, Topology.from_device_name(name))
 
 
 def _pin(cfg: Config) -> None:

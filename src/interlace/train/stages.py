@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from interlace import spec
 from interlace.collectives import Group, Groups, Handle, Lines, Meter, all_gather, make_lines
+from interlace.collectives.handle import Moment, now
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.models.decoder import Decoder
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
@@ -135,7 +136,7 @@ class Staged:
         speaks = self.group.rank == 0 and self.model.stands_first
         own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in batches) if speaks else 0
         counting = all_gather(torch.tensor([own]), host, name="count of labels")
-        self.labels = _once(counting)
+        self.labels = self._once(counting, now(device))
         self.dropout_key = dropout_key
         self.given = [batch.to(device) for batch in batches]
         shapes = [self._shape(*given[0].shape) for given in self.given]
@@ -146,6 +147,20 @@ class Staged:
         losses = self._losses_in_order() if leaves and self.balanced else self._losses()
         self.given, self.routed, self.heads = [], {}, {}
         return (losses if leaves else losses.sum(dim=0, keepdim=True)), self.labels()
+
+    def _once(self, counting: Handle[Tensor], began: Moment) -> Callable[[], int]:
+        """The number of labels, waited for when it is first asked for."""
+        found: list[int] = []
+
+        def labels() -> int:
+            if not found:
+                stood = now(self.group.device)
+                found.append(int(counting.wait().sum()))
+                self.meter.stalled("world", "count of labels", stood, now(self.group.device))
+                self.meter.transferred("world", "count of labels", began, now(self.group.device), 0)
+            return found[0]
+
+        return labels
 
     def _shape(self, batch: int, length: int) -> tuple[int, int, int]:
         """Of what passes between stages: all of [B T D], or this rank's rows of it."""
@@ -187,17 +202,6 @@ class Staged:
                 total = (self.heads[j] + self.decoder.balance(losses, counts_B)) / max(self.labels(), 1)
             totals.append(total.double())
         return torch.stack(totals)
-
-
-def _once(counting: Handle[Tensor]) -> Callable[[], int]:
-    found: list[int] = []
-
-    def labels() -> int:
-        if not found:
-            found.append(int(counting.wait().sum()))
-        return found[0]
-
-    return labels
 
 
 def splits_backward(plan: ParallelPlan) -> bool:
