@@ -92,7 +92,7 @@ def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: s
         (
             "pp=2 layers=3/6",
             "pp",
-            "asks for layers=3/6, found 2 stages of a layer or more and 8 layers: nearest is layers=4/4",
+            "asks for layers=3/6, found 2 stages of a layer or more and 8 layers",
             '"pp=2"',
         ),
         ("pp=5 schedule=zbv", "pp", "asks for pp=5 chunks=2, found 8 layers for 10 stages", '"pp=5"'),

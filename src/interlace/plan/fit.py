@@ -219,7 +219,7 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
     try:
         stages_of(cfg, stages, config.data.sequence_length, layers_given(plan))
     except PlanError as error:
-        return f"asks for {error}"
+        return f"asks for {str(error).partition(': nearest')[0]}"
     if config.train.compile and (form is None or table_of(plan, 2 * plan.pp).splits_backward):
         return (
             f"asks for schedule={plan.schedule}, which runs backward in two parts, with train.compile=true, whose "
