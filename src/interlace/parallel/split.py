@@ -57,11 +57,22 @@ class Tape:
             gradient = make()
             del make
             if weight.is_leaf:
-                torch.autograd.backward([weight], [gradient])
+                _accumulate(weight, gradient)
             else:  # a view of a parameter: all parts of it at once, so that none makes zeros for the others
                 views.append((weight, gradient))
         if views:
             torch.autograd.backward([weight for weight, _ in views], [gradient for _, gradient in views])
+
+
+@torch.no_grad()
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """As autograd does at a leaf, hooks included, but without the copy that it makes of a gradient it is handed."""
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)
 
 
 class Switch:
