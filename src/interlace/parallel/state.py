@@ -28,7 +28,8 @@ def digest(flats: Sequence[Flat], here: bool) -> str:
 
     Only where `here` is true; "" elsewhere.
     """
-    return combined(digests(flats, here)) if here else ""
+    found = digests(flats, here)  # also where nobody asks: the others gather with this rank
+    return combined(found) if here else ""
 
 
 def digests(flats: Sequence[Flat], here: bool) -> list[str]:
