@@ -109,7 +109,8 @@ def _work(x_ND: Tensor, vocab: int, scratch: Tensor | None) -> tuple[int, Tensor
     size = vocab * x_ND.element_size()
     fitting = 0 if scratch is None else scratch.numel() // size
     if scratch is not None and fitting >= min(1024, len(x_ND)):
-        step = min(max(len(x_ND), 1), fitting // 128 * 128 or fitting)
+        pieces = -(-len(x_ND) // (fitting // 128 * 128 or fitting))
+        step = min(-(-len(x_ND) // max(pieces, 1) // 128) * 128, fitting) or fitting  # pieces of about one size
         return step, scratch[: step * size].view(x_ND.dtype).view(step, vocab)
     step = rows_at_a_time(vocab, len(x_ND))
     return step, x_ND.new_empty(step, vocab)
