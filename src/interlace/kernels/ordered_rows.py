@@ -13,45 +13,36 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 4096
+BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _sum(own, received, target, rank, count, scale, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < count
-        total = tl.load(own + at, mask=inside).to(tl.float32)
-        if rank != 0:
-            total = tl.load(received + at, mask=inside).to(tl.float32)
-        for row in range(1, RANKS):
-            if row == rank:
-                value = tl.load(own + at, mask=inside).to(tl.float32)
-            else:
-                value = tl.load(received + tl.full([], row, tl.int64) * count + at, mask=inside).to(tl.float32)
-            total += value
-        tl.store(target + at, total * scale, mask=inside)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    total = tl.load(own + at, mask=inside).to(tl.float32)
+    if rank != 0:
+        total = tl.load(received + at, mask=inside).to(tl.float32)
+    for row in range(1, RANKS):
+        if row == rank:
+            value = tl.load(own + at, mask=inside).to(tl.float32)
+        else:
+            value = tl.load(received + tl.full([], row, tl.int64) * count + at, mask=inside).to(tl.float32)
+        total += value
+    tl.store(target + at, total * scale, mask=inside)
 
 
 def sum_rows(
-    own: torch.Tensor,
-    received: torch.Tensor,
-    rank: int,
-    target: torch.Tensor,
-    scale: float = 1.0,
-    *,
-    programs: int = 0,
+    own: torch.Tensor, received: torch.Tensor, rank: int, target: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """programs: at most so many run (0 = as many as there are), which leaves multiprocessors to what runs beside.
-
-    own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: fp32 [count]."""
+    """own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: fp32 [count]."""
     ranks, count = received.shape
     assert own.dtype == received.dtype
     assert own.numel() == target.numel() == count
     assert target.dtype == torch.float32
     assert own.is_contiguous() and received.is_contiguous() and target.is_contiguous()
     if count:
-        blocks = triton.cdiv(count, BLOCK)
-        grid = (min(blocks, programs or blocks),)
-        _sum[grid](own, received, target, rank, count, scale, RANKS=ranks, BLOCK=BLOCK, num_warps=8)
+        _sum[(triton.cdiv(count, BLOCK),)](
+            own, received, target, rank, count, scale, RANKS=ranks, BLOCK=BLOCK, num_warps=8
+        )
     return target

@@ -24,7 +24,6 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -43,7 +42,6 @@ from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
-BESIDE = 32  # programs of a kernel that runs beside products: enough for 2 TB/s on an H200, on a quarter of it
 APART = 1e-3  # of the largest, or 4 units in the last place: gradients of the same numbers differ by rounding alone
 
 
@@ -190,11 +188,6 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._round = None
-
-    def runs_beside(self, leaves: Sequence[nn.Parameter]) -> bool:
-        """Whether a postponed update of a run's leaves runs beside compute: the next forward begins with other ones."""
-        first = [leaf for unit in [*self.units[:1], self.root] for flat in unit.flats for leaf in flat.leaves]
-        return self.sharded and not any(leaf is other for leaf in leaves for other in first)
 
     def postpone(self, update: Update) -> None:
         """Runs `update(leaves, copies)` for one flat run after another, each before its weights are gathered next.
@@ -446,13 +439,12 @@ class DataParallel(nn.Module):
         place = {id(flat): unit.position for unit in [*self.units, self.root] for flat in unit.flats}
         leaving = [flat for flat in self._trainable if flat.sharded and flat.compute_dtype != flat.main_dtype]
         outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
-        exposed = {id(flat) for unit in [*self.units[:1], self.root] for flat in unit.flats}
         for flat, slot in zip(leaving, outboxes, strict=True):
             flat.outbox = slot
             if self.group.device.type == "cuda" and flat.main_dtype == torch.float32:
                 from interlace.kernels.ordered_rows import sum_rows  # needs Triton
 
-                flat.add = functools.partial(sum_rows, programs=0 if id(flat) in exposed else BESIDE)
+                flat.add = sum_rows
         arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
         for found in (arriving, outboxes):
             slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]

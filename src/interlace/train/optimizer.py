@@ -53,13 +53,12 @@ def update(
     copies: Sequence[torch.Tensor] | None,
     rates: Sequence[float],
     factor: torch.Tensor | None,
-    programs: int = 0,
 ) -> None:
     """Multiplies the gradients of some leaves by `factor`, updates these leaves and takes their gradients off.
 
     copies: where each leaf's new values also go, in the copy's dtype.  rates: learning rate of each group.  factor:
     0-d, on the device, nothing waits for it; None = 1.  Equals scaling all gradients and `optimizer.step()`, a part at
-    a time; on a GPU AdamW is one kernel (`kernels.adamw`, which takes `programs`), with the state where torch's has it.
+    a time; on a GPU AdamW is one kernel (`kernels.adamw`), with the state where torch's has it.
     """
     chosen = {id(leaf): place for place, leaf in enumerate(leaves)}
     groups = [
@@ -70,7 +69,7 @@ def update(
         for group in groups:
             for leaf in group["params"]:
                 copy = None if copies is None else copies[chosen[id(leaf)]]
-                _adamw(optimizer.state[leaf], leaf, group, factor, copy, programs)
+                _adamw(optimizer.state[leaf], leaf, group, factor, copy)
     else:
         if factor is not None:
             scale([leaf.grad for leaf in leaves if leaf.grad is not None], factor)
@@ -95,7 +94,6 @@ def _adamw(
     group: dict[str, Any],
     factor: torch.Tensor | None,
     copy: torch.Tensor | None,
-    programs: int,
 ) -> None:
     from interlace.kernels.adamw import adamw  # needs Triton
 
@@ -116,7 +114,6 @@ def _adamw(
         decay=group["weight_decay"],
         factor=factor,
         copy=copy,
-        programs=programs,
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.collectives.handle import now
 from interlace.parallel import norm as norms
-from interlace.parallel.data import BESIDE, DataParallel
+from interlace.parallel.data import DataParallel
 from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
 
@@ -94,8 +94,7 @@ def update(
 
     def postponed(leaves: Sequence[torch.nn.Parameter], copies: Sequence[torch.Tensor] | None) -> None:
         with model.group.meter.work("optimizer", "update", model.group.device):
-            beside = copies is not None and model.runs_beside(leaves)
-            optimizers.update(optimizer, leaves, copies, rates, factor, programs=BESIDE if beside else 0)
+            optimizers.update(optimizer, leaves, copies, rates, factor)
 
     model.postpone(postponed)
     return total, norm
