@@ -90,6 +90,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
     )
+    model.module.head.vocabulary.scratch = model.spare_memory
     optimizer = optimizers.build(train, model)
 
     def step(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

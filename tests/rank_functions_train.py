@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -130,6 +131,20 @@ def dies_at_step_2(world: World, config: str, resume: str = "") -> Any:
 
     with mock.patch.object(loop, "train_step", train_step):
         return loop.run(world, config, resume)
+
+
+def late_data(world: World, jobs: list[dict[str, str]], seconds: float) -> None:
+    """Runs for which rank 1 makes its batches late."""
+    plain = sessions.Session.batches
+
+    def batches(session: sessions.Session) -> Any:
+        if world.rank == 1:
+            time.sleep(seconds)
+        return plain(session)
+
+    with mock.patch.object(sessions.Session, "batches", batches):
+        for job in jobs:
+            loop.run(world, **job)
 
 
 def nan_at_step_2(world: World, config: str, resume: str = "") -> Any:

@@ -57,9 +57,11 @@ def test_chrome_file_is_what_viewers_draw(tmp_path: Path) -> None:
     trace = json.loads(path.read_text(encoding="utf-8"))
     names = [entry for entry in trace["traceEvents"] if entry["ph"] == "M"]
     drawn = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
-    assert [entry["args"]["name"] for entry in names] == ["rank 0", "rank 1"]
-    assert drawn[1]["pid"] == 0
-    assert drawn[1]["tid"] == "dp"
+    processes = {entry["pid"]: entry["args"]["name"] for entry in names if entry["name"] == "process_name"}
+    threads = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in names if entry["name"] == "thread_name"}
+    assert processes == {0: "rank 0", 1: "rank 1"}
+    assert [threads[entry["pid"], entry["tid"]] for entry in drawn] == ["compute", "dp", "compute"]
+    assert all(type(entry[key]) is int for entry in drawn for key in ("pid", "tid"))
     assert drawn[1]["cat"] == "comm"
     assert drawn[1]["ts"] == pytest.approx(1e5)
     assert drawn[1]["dur"] == pytest.approx(1.5e5)
@@ -114,7 +116,7 @@ def test_damaged_and_foreign_traces_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"trace, traceEvents\[0\]: not a complete event"):
         from_chrome({"traceEvents": [{"ph": "B", "pid": 0}]})
     foreign = {"ph": "X", "pid": 0, "tid": 7, "cat": "kernel", "name": "gemm", "ts": 1, "dur": 2, "args": {}}
-    with pytest.raises(DataError, match=r"traceEvents\[0\]: the event has no 'begin'"):
+    with pytest.raises(DataError, match=r"traceEvents\[0\]: the event has no 'lane'"):
         from_chrome({"traceEvents": [foreign]})
     with pytest.raises(DataError, match=r"absent.json: cannot be read"):
         read_jsonl(tmp_path / "absent.json")

@@ -46,7 +46,8 @@ def table() -> dict[str, Part]:
     add(0, "topology spec schedule events", f"{words} layout")
     add(0, "plan report", ground)
     # Floor 1: numbers, memory, text.
-    add(1, "random symmetric", ground, "torch triton")
+    add(1, "random", ground, "torch triton")
+    add(1, "symmetric", f"{ground} random", "torch triton numpy")
     add(1, "tokenizer", "errors", "tokenizers")
     first = f"{ground} random symmetric"
     # Floor 2: transfers and files.
@@ -66,7 +67,7 @@ def table() -> dict[str, Part]:
     add(5, "train", fourth, "torch rich safetensors")
     add(5, "serve", fourth, "torch")
     # A wing: kernels are handed in as launches.
-    add(1, "check", first, "torch triton greenlet")
+    add(1, "check", first, "torch triton numpy greenlet")
     # The roof.
     add(6, "cli", " ".join(parts), "rich typer")
     add(6, "__main__", "cli")

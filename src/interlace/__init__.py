@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from interlace.check.explore import explore as explore
     from interlace.config import Config as Config
     from interlace.config import ModelConfig as ModelConfig
     from interlace.config import ParallelPlan as ParallelPlan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from interlace.layout import Layout as Layout
     from interlace.mesh import Mesh as Mesh
     from interlace.parallel.apply import parallelize as parallelize
+    from interlace.symmetric.heap import SymmetricHeap as SymmetricHeap
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,8 @@ _MODULE_OF = {
     "PlanError": "interlace.errors",
     "ResourceError": "interlace.errors",
     "SecurityError": "interlace.errors",
+    "SymmetricHeap": "interlace.symmetric.heap",
+    "explore": "interlace.check.explore",
     "parallelize": "interlace.parallel.apply",
 }
 

@@ -11,9 +11,16 @@ An event says that `rank`, on `lane` ("compute", "tp", "dp", ... whatever runs o
     data        making the next batch
     save        a checkpoint
     bubble      nothing to do in the pipeline's schedule
+    fused       one kernel that both computes and transfers
+    other       copies to and from the host, memory filled
+    unknown     a kernel of another program that nobody could name
 
-Two files hold events: JSON lines, one event a line, which a run appends to; and Chrome's trace format (pid = rank,
-tid = lane), which chrome://tracing and Perfetto draw.  Both give back exactly the events that were written.
+The lane "step" holds one event a step, around all others of its rank: it says when the step began and ended.  Transfers
+of an axis run on the lane "comm.AXIS".  An action of a pipeline is named as in its schedule: stage, F, B, I or W,
+micro-batch ("0F3").
+
+Two files hold events: JSON lines, one event a line, which a run appends to; and Chrome's trace format (a process a
+rank, a thread a lane), which chrome://tracing and Perfetto draw.  Both give back exactly the events that were written.
 """
 
 from __future__ import annotations
@@ -27,7 +34,8 @@ from typing import Any, BinaryIO
 
 from interlace.errors import DataError, nearest
 
-KINDS = ("compute", "comm", "wait", "optimizer", "data", "save", "bubble")
+KINDS = ("compute", "comm", "wait", "optimizer", "data", "save", "bubble", "fused", "other", "unknown")
+BESIDE = "beside transfers"  # the name of own work on the side stream for which the compute stream stood still
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,40 +66,54 @@ _TIMES = ("begin", "end")
 
 def write_jsonl(path: str | Path, events: Iterable[Event], append: bool = False) -> None:
     """Write one JSON object a line; `append` adds to the file instead of replacing it."""
-    with open(path, "a" if append else "w", encoding="utf-8", newline="\n") as file:
-        for event in events:
-            file.write(json.dumps(asdict(event), ensure_ascii=False, allow_nan=False) + "\n")
+    with open(path, "ab" if append else "wb") as file:
+        file.write(to_jsonl(events))
+
+
+def to_jsonl(events: Iterable[Event]) -> bytes:
+    """Events as a file holds them."""
+    lines = (json.dumps(asdict(event), ensure_ascii=False, allow_nan=False) + "\n" for event in events)
+    return "".join(lines).encode()
 
 
 def read_jsonl(path: str | Path) -> list[Event]:
     """The events of a file, in file order; DataError with file and line for a line that is no event."""
-    events = []
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line.decode())
-            except ValueError as error:
-                cut = "" if line.endswith(b"\n") else ", and the line is cut off"
-                raise DataError(
-                    f"{where}: not a JSON object ({error}{cut}): remove or repair the line", file=str(path), line=number
-                ) from None
-            events.append(_event(record, where))
+        return from_jsonl(file, str(path))
+
+
+def from_jsonl(lines: Iterable[bytes], where: str) -> list[Event]:
+    """The same from lines."""
+    events = []
+    for number, line in enumerate(lines, 1):
+        here = f"{where}, line {number}"
+        try:
+            record = json.loads(line.decode())
+        except ValueError as error:
+            cut = "" if line.endswith(b"\n") else ", and the line is cut off"
+            raise DataError(
+                f"{here}: not a JSON object ({error}{cut}): remove or repair the line", file=where, line=number
+            ) from None
+        events.append(_event(record, here))
     return events
 
 
 def to_chrome(events: Iterable[Event]) -> dict[str, Any]:
-    """Chrome trace of events: complete ("X") events in microseconds, with the exact seconds among their `args`."""
-    ranks: set[int] = set()
+    """Chrome trace of events: complete ("X") events in microseconds, with the exact seconds among their `args`.
+
+    Perfetto wants numbers for processes and threads; their names, "rank 0" and the lane, are in metadata ("M").
+    """
+    threads: dict[tuple[int, str], int] = {}
     drawn: list[dict[str, Any]] = []
     for event in events:
-        ranks.add(event.rank)
-        exact = {"begin": event.begin, "end": event.end, "bytes": event.bytes, "flops": event.flops}
+        exact = {
+            "lane": event.lane, "begin": event.begin, "end": event.end, "bytes": event.bytes, "flops": event.flops
+        }  # fmt: skip
         drawn.append(
             {
                 "ph": "X",
                 "pid": event.rank,
-                "tid": event.lane,
+                "tid": threads.setdefault((event.rank, event.lane), len(threads)),
                 "cat": event.kind,
                 "name": event.name,
                 "ts": event.begin * 1e6,
@@ -99,7 +121,13 @@ def to_chrome(events: Iterable[Event]) -> dict[str, Any]:
                 "args": exact,
             }
         )
-    names = [{"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in sorted(ranks)]
+    ranks = sorted({rank for rank, _ in threads})
+    names = [{"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in ranks]
+    names += [{"ph": "M", "pid": r, "name": "process_sort_index", "args": {"sort_index": r}} for r in ranks]
+    names += [
+        {"ph": "M", "pid": rank, "tid": thread, "name": "thread_name", "args": {"name": lane}}
+        for (rank, lane), thread in threads.items()
+    ]
     return {"traceEvents": [*names, *drawn], "displayTimeUnit": "ms"}
 
 
@@ -112,11 +140,11 @@ def from_chrome(trace: Any, where: str = "trace") -> list[Event]:
     for position, entry in enumerate(entries):
         here = f"{where}, traceEvents[{position}]"
         phase = entry.get("ph") if isinstance(entry, dict) else None
-        if phase == "M":  # names of processes, for the drawing only
+        if phase == "M":  # names of processes and threads, for the drawing only
             continue
         if phase != "X" or not isinstance(entry.get("args"), dict):
             raise DataError(f"{here}: not a complete event ('ph': 'X' with 'args'): expected a trace by interlace")
-        renamed = {"rank": "pid", "lane": "tid", "kind": "cat", "name": "name"}
+        renamed = {"rank": "pid", "kind": "cat", "name": "name"}
         record = {ours: entry[theirs] for ours, theirs in renamed.items() if theirs in entry}
         events.append(_event({**entry["args"], **record}, here))
     return events

@@ -66,3 +66,19 @@ def test_only_wanted_gradients_are_made() -> None:
     vocabulary_loss(x, weight.detach(), labels).backward()
     assert x.grad is not None
     assert weight.grad is None
+
+
+def test_logits_may_lie_in_memory_that_is_lent() -> None:
+    """Also in too little of it, which is left alone."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(2500, 5, generator=generator), torch.randn(7, 5, generator=generator)
+    labels = torch.randint(0, 7, (2500,), generator=generator)
+    x.requires_grad_(), weight.requires_grad_()
+    plain = vocabulary_loss(x, weight, labels)
+    expected = [plain, *torch.autograd.grad(plain, [x, weight])]
+    for size in (40 * 7, 4 * 7 * 1023, 4 * 7 * 1100, 4 * 7 * 9000):
+        scratch = torch.full((size,), 7, dtype=torch.uint8)
+        loss = vocabulary_loss(x, weight, labels, scratch=scratch)
+        for found, value in zip([loss, *torch.autograd.grad(loss, [x, weight])], expected, strict=True):
+            assert (found - value).abs().max() <= 1e-6 * value.abs().max()
+        assert bool((scratch == 7).all()) is (size < 4 * 7 * 1024)

@@ -22,6 +22,7 @@ from interlace.errors import CheckpointError, ConfigError, DataError, NumericsEr
 from interlace.events import read_jsonl
 from interlace.models.decoder import Decoder
 from interlace.models.weights import load_hf
+from interlace.report.ledger import SECOND, ledgers
 from interlace.train import export, loop
 from interlace.train.data import Dataset
 
@@ -148,11 +149,34 @@ def test_going_on_under_the_same_plan_gives_the_same_bits(made: Made) -> None:
 def test_events_of_a_resumed_run_go_on_in_time(made: Made) -> None:
     for name in ("unbroken", "same"):
         events = list(read_jsonl(Path(made.runs[name].run.out) / "events.jsonl"))
-        steps = [event for event in events if event.lane == "step"]
-        assert [event.name for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
-        assert all(a.end <= b.begin for a, b in itertools.pairwise(steps))
-        assert {"comm", "wait", "compute"} <= {event.kind for event in events}
+        for rank in {event.rank for event in events}:
+            steps = [event for event in events if event.lane == "step" and event.rank == rank]
+            assert [event.name for event in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
+            assert all(a.end <= b.begin for a, b in itertools.pairwise(steps))
+        assert {event.rank for event in events} == set(range(made.runs[name].plan.world))
+        assert {"comm", "wait", "compute", "data", "optimizer"} <= {event.kind for event in events}
         assert sum(event.bytes for event in events) > 0
+
+
+@pytest.mark.ranks
+def test_events_of_all_ranks_stand_on_one_clock(made: Made) -> None:
+    """No rank's gather ends before the last rank has begun it, and every step's account adds up."""
+    cfg = made.runs["unbroken"]
+    events = read_jsonl(Path(cfg.run.out) / "events.jsonl")
+    moves = {}
+    for rank in range(cfg.plan.world):
+        own = [event for event in events if event.rank == rank and event.kind == "comm"]
+        moves[rank] = [(event.name, event.begin, event.end) for event in sorted(own, key=lambda event: event.begin)]
+    names = [[name for name, _, _ in own] for own in moves.values()]
+    assert all(own == names[0] and own for own in names)
+    for same in zip(*moves.values(), strict=True):
+        assert max(begin for _, begin, _ in same) <= min(end for _, _, end in same) + 1e-4
+    assert {event.name for event in events if event.kind == "optimizer"} == {"update", "norm"}
+    for ledger in ledgers(events):
+        for account in ledger.accounts:
+            assert sum(account.rows.values()) == account.span
+            assert account.seconds("compute") > 0
+            assert account.seconds("host") < 0.5 * account.span / SECOND
 
 
 @pytest.mark.ranks
@@ -394,7 +418,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(loop, "write_jsonl", full)
+    monkeypatch.setattr(loop, "_append", full)
     with pytest.raises(ResourceError, match=r"cannot write to .*run: No space left on device; make room"):
         train(runs.config(tmp_path))
 

@@ -120,3 +120,15 @@ def test_the_command_compares_bits_and_exits_with_5(tmp_path: Path, monkeypatch:
         assert len(alone.split()[-1]) == 32
         expected = "does NOT give the bits of dp=1; they differ first in step " if code else "gives the bits of dp=1"
         assert verdict.startswith(f'verify: "dp=2 zero=2" {expected}')
+
+
+def test_windows_give_the_bits_of_the_library(run_ranks: Run, tmp_path: Path) -> None:
+    """Gradients and weights that peers read from each other's memory, the logits in it meanwhile, against gloo's."""
+    words = ["train.precision=bf16", "train.global_batch=6", "train.clip=0.5", "model.dropout=0", "train.warmup=0"]
+    cfgs = [
+        runs.config(tmp_path, f"dp=2 zero={zero} micro_batches={passes} transport={transport}", words, f"{zero}")
+        for zero in (1, 2, 3) for passes in (1, 2) for transport in ("library", "copy")
+    ]  # fmt: skip
+    found = bits(run_ranks, 2, [job(cfg, 4) for cfg in cfgs])
+    for number in range(0, len(found), 2):
+        assert found[number] == found[number + 1], str(cfgs[number].plan)

@@ -4,7 +4,7 @@ from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.ops import all_gather, all_to_all, broadcast
 from interlace.collectives.ordered import Add, add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
-from interlace.collectives.window import Window, make_windows, reach
+from interlace.collectives.window import Window, make_windows, memory_of, reach
 
 __all__ = [
     "Add",
@@ -23,6 +23,7 @@ __all__ = [
     "broadcast",
     "make_groups",
     "make_windows",
+    "memory_of",
     "neighbours",
     "reach",
     "reduce_scatter",

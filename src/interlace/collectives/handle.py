@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from interlace.events import Event
+from interlace.events import BESIDE, Event
 
 T = TypeVar("T")
 
@@ -37,8 +37,8 @@ class Meter:
 
     `sent` counts bytes that left this rank and `calls` the transfers, both since the last `reset_counts`.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
-    where a rank hangs; by default it does nothing.  With `record` the moments of waits and transfers are kept until
-    `cut` takes them; a caller who never cuts turns it off.
+    where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
+    until `cut` takes them; a caller who never cuts turns it off.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Meter:
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
+        self._work: list[tuple[str, str, str, Moment, Moment]] = []
 
     def count(self, collective: str, axis: str, nbytes: int, calls: int = 1) -> None:
         self.sent[collective, axis] += nbytes
@@ -67,20 +68,36 @@ class Meter:
         if self.record:
             self._transfers.append((axis, name, begin, end, nbytes))
 
+    @contextmanager
+    def work(self, kind: str, name: str, device: torch.device) -> Iterator[None]:
+        """Around what this rank does, its waits included: an event of that kind, as in `interlace.events`.
+
+        On a GPU it is what the current stream does; one that is not the compute stream has a lane of its own.
+        """
+        if not self.record:
+            yield
+            return
+        on_side = device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+        begin = now(device)
+        yield
+        self._work.append(("side stream" if on_side else "compute", kind, name, begin, now(device)))
+
     def cut(self) -> Record:
         """What happened since the last cut; its times can be read once the compute stream has come past."""
-        record = Record(tuple(self._stalls), tuple(self._transfers))
+        record = Record(tuple(self._stalls), tuple(self._transfers), tuple(self._work))
         self._stalls.clear()
         self._transfers.clear()
+        self._work.clear()
         return record
 
 
 @dataclass(frozen=True)
 class Record:
-    """The waits and transfers of a stretch of work, as moments."""
+    """The waits, transfers and work of a stretch of time, as moments."""
 
     stalls: tuple[tuple[str, str, Moment, Moment], ...]
     transfers: tuple[tuple[str, str, Moment, Moment, int], ...]
+    work: tuple[tuple[str, str, str, Moment, Moment], ...] = ()
 
     def waited(self) -> dict[str, float]:
         """Seconds that this rank's compute stood still for a transfer, by axis.
@@ -97,14 +114,18 @@ class Record:
     def events(self, rank: int, origin: Moment, at: float) -> list[Event]:
         """The same as events; `at` is the time of `origin` in seconds."""
         waits = [
-            Event(rank, "compute", "wait" if name else "compute", name or "beside transfers", at + begin, at + end)
+            Event(rank, "compute", "wait" if name else "compute", name or BESIDE, at + begin, at + end)
             for _, name, begin, end in self._waits(origin)
         ]
         moves = [
             Event(rank, f"comm.{axis}", "comm", name, at + between(origin, begin), at + between(origin, end), nbytes)
             for axis, name, begin, end, nbytes in self.transfers
         ]
-        return waits + moves
+        done = [
+            Event(rank, lane, kind, name, at + between(origin, begin), at + between(origin, end))
+            for lane, kind, name, begin, end in self.work
+        ]
+        return done + waits + moves
 
     @property
     def _origin(self) -> Moment:
@@ -169,9 +190,9 @@ def start(
     `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  The closures hold every buffer.
     """
     if stream is None:
-        begin = time.perf_counter()
         if prepare is not None:
             prepare()
+        begin = time.perf_counter()
         works = launch()
 
         def wait_on_host() -> T:

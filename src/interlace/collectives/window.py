@@ -117,6 +117,12 @@ def make_windows(group: Group, sizes: Sequence[int], timeout: float = 60.0) -> l
     return [Window(memory, number, start, size) for number, (start, size) in enumerate(zip(starts, sizes, strict=True))]
 
 
+def memory_of(windows: Sequence[Window]) -> torch.Tensor:
+    """This rank's memory of all windows of one `make_windows` together: uint8, 1-D."""
+    assert windows and all(window._memory is windows[0]._memory for window in windows)
+    return windows[0]._memory.parts[windows[0].group.rank]
+
+
 def reach(group: Group) -> bool:
     """Whether all ranks of the group can read each other's memory; the same answer on every rank.  Collective."""
     if group.process_group is None:

@@ -46,14 +46,19 @@ class Block(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """x_BTD -> logits_BTV by `output`, or with labels_BT the sum of losses; replaced where the vocabulary is split."""
+    """x_BTD -> logits_BTV by `output`, or with labels_BT the sum of losses; replaced where the vocabulary is split.
+
+    `scratch` gives memory that is free while the loss runs, if there is any.
+    """
+
+    scratch: Callable[[], Tensor | None] = staticmethod(lambda: None)
 
     def forward(
         self, x_BTD: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Context | None, rows: SoftmaxRows
     ) -> Tensor:
         if labels_BT is None:
             return output(x_BTD)
-        return vocabulary_loss(x_BTD.flatten(0, 1), output.weight, labels_BT.flatten(), rows)
+        return vocabulary_loss(x_BTD.flatten(0, 1), output.weight, labels_BT.flatten(), rows, self.scratch())
 
 
 class Head(nn.Module):

@@ -43,14 +43,17 @@ def rows_at_a_time(vocab: int, count: int) -> int:
     return min(max(count, 1), 1 << max(0, (PIECE // vocab).bit_length() - 1))
 
 
-def vocabulary_loss(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: SoftmaxRows = softmax_rows) -> Tensor:
+def vocabulary_loss(
+    x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: SoftmaxRows = softmax_rows, scratch: Tensor | None = None
+) -> Tensor:
     """Sum of the cross-entropies of all labels that are not -100: a scalar, fp32 (fp64 for fp64).
 
     x_ND and weight_VD in one floating dtype, labels_N int64.  The gradient of the weight is added up in fp32 over the
-    pieces and rounded once.
+    pieces and rounded once.  scratch: uint8 memory that the logits may take while this runs; how much there is decides
+    the size of a piece, and with it the last bits of the weight's gradient.
     """
     learns = torch.is_grad_enabled()  # inside `forward` it never is, and weights always ask for gradients
-    return _VocabularyLoss.apply(x_ND, weight_VD, labels_N, rows, learns)  # type: ignore[no-untyped-call]
+    return _VocabularyLoss.apply(x_ND, weight_VD, labels_N, rows, learns, scratch)  # type: ignore[no-untyped-call]
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -59,20 +62,30 @@ class _VocabularyLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, rows: SoftmaxRows, learns: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+        rows: SoftmaxRows,
+        learns: bool,
+        scratch: Tensor | None,
+    ) -> Tensor:
         wants_x, wants_weight = (learns and wanted for wanted in ctx.needs_input_grad[:2])
         loss = torch.zeros((), dtype=_wide(x_ND.dtype), device=x_ND.device)
         dx_ND = torch.empty_like(x_ND) if wants_x else None
         sums_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD.dtype)) if wants_weight else None
-        step = rows_at_a_time(len(weight_VD), len(x_ND))
+        step, work_NV = _work(x_ND, len(weight_VD), scratch)
         for first in range(0, len(x_ND), step):
             piece = slice(first, first + step)
-            logits_NV = x_ND[piece] @ weight_VD.T
+            logits_NV = torch.mm(x_ND[piece], weight_VD.T, out=work_NV[: len(x_ND[piece])])
             loss += rows(logits_NV, labels_N[piece]).sum()
             if dx_ND is not None:
                 torch.mm(logits_NV, weight_VD, out=dx_ND[piece])
             if sums_VD is not None:
                 _add_product(sums_VD, logits_NV.T, x_ND[piece])
+            del logits_NV
+        del work_NV  # before the weight's gradient is there twice
         dweight_VD = sums_VD.to(weight_VD.dtype) if sums_VD is not None else None
         ctx.save_for_backward(dx_ND, dweight_VD)
         return loss
@@ -87,7 +100,19 @@ class _VocabularyLoss(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _work(x_ND: Tensor, vocab: int, scratch: Tensor | None) -> tuple[int, Tensor]:
+    """Rows in a piece, and memory for its logits: of `scratch` if a thousand rows (or all) fit there."""
+    size = vocab * x_ND.element_size()
+    fitting = 0 if scratch is None else scratch.numel() // size
+    if scratch is not None and fitting >= min(1024, len(x_ND)):
+        step = min(max(len(x_ND), 1), fitting // 128 * 128 or fitting)
+        return step, scratch[: step * size].view(x_ND.dtype).view(step, vocab)
+    step = rows_at_a_time(vocab, len(x_ND))
+    return step, x_ND.new_empty(step, vocab)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

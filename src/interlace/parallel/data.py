@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, Window, broadcast, make_windows, reach, sum_scalars
+from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
 from interlace.errors import ConfigError, NumericsError
 from interlace.parallel import norm as norms
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
@@ -356,6 +356,19 @@ class DataParallel(nn.Module):
     def peer_tensors(self) -> list[torch.Tensor]:
         """What this rank sees of its peers' memory."""
         return [peer for window in self._windows for peer in window.peers if peer is not window.peers[self.inner.rank]]
+
+    def spare_memory(self) -> torch.Tensor | None:
+        """Memory that holds nothing until the next backward pass begins, where gradients will leave from: uint8, 1-D.
+
+        None if there is none, or if the gradients of a round are still being fetched from there.
+        """
+        outboxes = [flat.outbox.window for flat in self.flats if flat.outbox is not None]
+        windows = list({id(window): window for window in outboxes if window is not None}.values())
+        if not windows or self._reductions:
+            return None
+        for window in windows:
+            window.claim()
+        return memory_of(windows)
 
     @property
     def _windows(self) -> list[Window]:

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
+
+from interlace.report.svg import round_up, rule, si, text, words
 
 WIDTH, HEIGHT = 860, 490
 LEFT, RIGHT = 64, 796  # of both panels
@@ -81,11 +82,11 @@ def loss_curve(rows: Sequence[Mapping[str, Any]], title: str = "") -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'role="img">',
-        f"<title>{_text(title)}</title>",
+        f"<title>{text(title)}</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-        _words(24, 32, title if len(title) <= TITLE_LENGTH else title[: TITLE_LENGTH - 1] + "…", "title"),
-        _words(24, 52, _summary(losses, rates, shares)),
+        words(24, 32, title if len(title) <= TITLE_LENGTH else title[: TITLE_LENGTH - 1] + "…", "title"),
+        words(24, 52, _summary(losses, rates, shares)),
         *_loss_panel(losses, across),
         *_rate_panel(rates, shares, across),
         *_step_ticks(across),
@@ -190,19 +191,13 @@ def _value(point: Point) -> float:
 # --- scales --------------------------------------------------------------------------------------------------------
 
 
-def _round_up(size: float, factors: Sequence[float] = (1, 2, 5, 10)) -> float:
-    """The smallest of the factors times a power of ten that is not below `size`."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next((f * power for f in factors if f * power >= size * (1 - 1e-9)), 10 * power)
-
-
 def _step_scale(steps: Sequence[float]) -> Scale:
     low, high = (steps[0], steps[-1]) if steps else (0.0, 1.0)
     if 0 < low <= 0.1 * high:
         low = 0.0
     if low == high:
         low, high = low - 1, high + 1
-    gap = max(1.0, _round_up((high - low) / 8))
+    gap = max(1.0, round_up((high - low) / 8))
     ticks = [gap * i for i in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
     return Scale(low, high, LEFT, RIGHT, tuple(ticks))
 
@@ -220,14 +215,14 @@ def _loss_scale(losses: Sequence[float]) -> Scale:
     if high - low <= 1e-6 * max(abs(low), abs(high)):
         pad = 0.1 * abs(high) or 0.5
         low, high = low - pad, high + pad
-    gap = _round_up((high - low) / 6)
+    gap = round_up((high - low) / 6)
     ticks = tuple(gap * i for i in range(math.floor(low / gap + 1e-9), math.ceil(high / gap - 1e-9) + 1))
     return Scale(ticks[0], ticks[-1], bottom, top, ticks)
 
 
 def _share_scale(values: Sequence[float], least: float) -> Scale:
     """From 0 to a round number, with a tick half-way, so that two such scales share their grid lines."""
-    top = _round_up(max([least, *values]), (1, 2, 4, 6, 8, 10))
+    top = round_up(max([least, *values]), (1, 2, 4, 6, 8, 10))
     return Scale(0.0, top, RATE[1], RATE[0], (0.0, top / 2, top))
 
 
@@ -240,18 +235,18 @@ def _loss_panel(losses: Sequence[Point], across: Scale) -> list[str]:
     parts = []
     for tick in scale.ticks:
         y = scale(tick)
-        parts.append(_rule("grid" if tick != scale.ticks[0] else "axis", LEFT, y, RIGHT, y))
-        parts.append(_words(LEFT - 10, y + 4, f"{tick:g}" if scale.logarithmic else _label(tick, gap), "y", "end"))
-    parts.append(_words(LEFT - 10, LOSS[0] - 16, "loss", "loss", "end"))
+        parts.append(rule("grid" if tick != scale.ticks[0] else "axis", LEFT, y, RIGHT, y))
+        parts.append(words(LEFT - 10, y + 4, f"{tick:g}" if scale.logarithmic else _label(tick, gap), "y", "end"))
+    parts.append(words(LEFT - 10, LOSS[0] - 16, "loss", "loss", "end"))
     parts += _line("loss", losses, across, scale)
     if segments := _segments(_strong(losses)):
         step, value = segments[-1][-1]
         label = f"{value:.3g}" if len(f"{value:.3g}") <= 6 else f"{value:.1e}"
-        parts.append(_words(across(step) + 8, scale(value) + 4, label, "loss"))
+        parts.append(words(across(step) + 8, scale(value) + 4, label, "loss"))
     if _is_smoothed(losses):
         for x, kind, label in ((RIGHT - 172, "loss raw", "each step"), (RIGHT - 82, "loss", "smoothed")):
-            parts.append(_rule(kind, x, LOSS[0] - 20, x + 18, LOSS[0] - 20))
-            parts.append(_words(x + 24, LOSS[0] - 16, label))
+            parts.append(rule(kind, x, LOSS[0] - 20, x + 18, LOSS[0] - 20))
+            parts.append(words(x + 24, LOSS[0] - 16, label))
     return parts + _gap_marks(losses, across)
 
 
@@ -259,31 +254,31 @@ def _gap_marks(losses: Sequence[Point], across: Scale) -> list[str]:
     """A cross on the axis at each step whose loss is missing or not finite, a few where they are many."""
     gaps = [step for step, value in losses if value is None]
     if not gaps:
-        return [] if losses else [_words((LEFT + RIGHT) / 2, sum(LOSS) / 2, "no steps yet", anchor="middle")]
+        return [] if losses else [words((LEFT + RIGHT) / 2, sum(LOSS) / 2, "no steps yet", anchor="middle")]
     y, stride = LOSS[1], math.ceil(len(gaps) / 40)
     crosses = "".join(f"M{across(s) - 4:.1f} {y - 4}l8 8m0 -8l-8 8" for s in gaps[::stride])
     more = f" and {len(gaps) - 1:,} more" if len(gaps) > 1 else ""
     note = f"no finite loss at step {gaps[0]:,.0f}{more}"
-    return [f'<path class="bad" d="{crosses}"/>', _words(LEFT + 4, LOSS[0] - 16, note, "bad")]
+    return [f'<path class="bad" d="{crosses}"/>', words(LEFT + 4, LOSS[0] - 16, note, "bad")]
 
 
 def _rate_panel(rates: Sequence[Point], shares: Sequence[Point], across: Scale) -> list[str]:
     rate, share = _share_scale(_present(rates), 1e-3), _share_scale(_present(shares), 1.0)
     if not _present(rates) and not _present(shares):
-        return [_rule("axis", LEFT, RATE[1], RIGHT, RATE[1])]
+        return [rule("axis", LEFT, RATE[1], RIGHT, RATE[1])]
     parts = []
     for tick, other in zip(rate.ticks, share.ticks, strict=True):
         y = rate(tick)
-        parts.append(_rule("grid" if tick else "axis", LEFT, y, RIGHT, y))
+        parts.append(rule("grid" if tick else "axis", LEFT, y, RIGHT, y))
         if _present(rates):
-            parts.append(_words(LEFT - 10, y + 4, _si(tick), "y", "end"))
+            parts.append(words(LEFT - 10, y + 4, si(tick), "y", "end"))
         if _present(shares):
-            parts.append(_words(RIGHT + 10, y + 4, f"{other:g} %"))
+            parts.append(words(RIGHT + 10, y + 4, f"{other:g} %"))
     if _present(rates):
-        parts.append(_words(LEFT, RATE[0] - 12, "tokens/s", "rate"))
+        parts.append(words(LEFT, RATE[0] - 12, "tokens/s", "rate"))
         parts += _line("rate", rates, across, rate)
     if _present(shares):
-        parts.append(_words(RIGHT, RATE[0] - 12, "time waited, % of the step", "wait", "end"))
+        parts.append(words(RIGHT, RATE[0] - 12, "time waited, % of the step", "wait", "end"))
         parts += _line("wait", shares, across, share)
     return parts
 
@@ -293,9 +288,9 @@ def _step_ticks(across: Scale) -> list[str]:
     for tick in across.ticks:
         x = across(tick)
         for _, bottom in (LOSS, RATE):
-            parts.append(_rule("axis", x, bottom, x, bottom + 4))
-        parts.append(_words(x, RATE[1] + 20, f"{tick:,.0f}", "x", "middle"))
-    return [*parts, _words((LEFT + RIGHT) / 2, RATE[1] + 35, "step", anchor="middle")]
+            parts.append(rule("axis", x, bottom, x, bottom + 4))
+        parts.append(words(x, RATE[1] + 20, f"{tick:,.0f}", "x", "middle"))
+    return [*parts, words((LEFT + RIGHT) / 2, RATE[1] + 35, "step", anchor="middle")]
 
 
 def _is_smoothed(points: Sequence[Point]) -> bool:
@@ -333,24 +328,10 @@ def _summary(losses: Sequence[Point], rates: Sequence[Point], shares: Sequence[P
         smoothed = " (smoothed)" if _is_smoothed(losses) else ""
         parts.append(f"loss {found[0]:.4g} to {found[-1]:.4g}{smoothed}" if len(found) > 1 else f"loss {found[0]:.4g}")
     if found := _present(rates):
-        parts.append(f"median {_si(statistics.median(found))} tokens/s")
+        parts.append(f"median {si(statistics.median(found))} tokens/s")
     if found := _present(shares):
         parts.append(f"median {statistics.median(found):.3g} % waited")
     return " · ".join(parts)
-
-
-def _rule(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.2f}" y1="{y1:.2f}" x2="{x2:.2f}" y2="{y2:.2f}"/>'
-
-
-def _words(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    attributes = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor != "start" else "")
-    return f'<text x="{x:.2f}" y="{y:.2f}"{attributes}>{_text(text)}</text>'
-
-
-def _text(text: str) -> str:
-    """Escaped, without the characters that XML does not allow."""
-    return escape("".join(letter if letter.isprintable() else " " for letter in text))
 
 
 def _label(value: float, gap: float) -> str:
@@ -359,11 +340,3 @@ def _label(value: float, gap: float) -> str:
     if decimals > 5 or abs(value) >= 1e6:
         return f"{value:.6g}"
     return f"{value + 0.0:,.{decimals}f}"
-
-
-def _si(value: float) -> str:
-    """Three digits and a prefix: 12.4k, 1.2M."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g}{prefix}"
-    return f"{value:.3g}"

@@ -3,7 +3,8 @@
     run.toml          the whole configuration, as used
     metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis;
                       with run.reproducible = "plan" the last one holds the digest of the weights
-    events.jsonl      rank 0's transfers and waits of the first steps and of every tenth one after
+    events.jsonl      work, transfers and waits of the first steps and of every tenth one after, of the first 64 ranks,
+                      on one clock; `interlace report` reads it
     data.json         the digest of the data, the files they are from, and what was skipped, with the reason
     error.json        why the run failed, written by the command line
     checkpoints/      step-N/ as `interlace.checkpoint` writes it
@@ -20,6 +21,7 @@ import math
 import resource
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +31,11 @@ import torch
 
 from interlace import spec
 from interlace.checkpoint import Writer
-from interlace.collectives import Record, all_gather
+from interlace.collectives import Group, Record, all_gather
 from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
 from interlace.errors import ConfigError, NumericsError, ResourceError
-from interlace.events import Event, write_jsonl
+from interlace.events import Event, to_jsonl
 from interlace.report.draw import write_loss_curve
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
@@ -46,6 +48,7 @@ from interlace.world import World
 
 EVENTS_EVERY = 10
 EVENTS_FIRST = 10
+EVENTS_RANKS = 64  # whose events are kept
 
 
 @dataclass
@@ -102,7 +105,8 @@ def _step(session: Session, step: int) -> _Made:
     rate = optimizers.learning_rate(session.cfg.train, step, session.steps)
     optimizers.set_learning_rate(session.optimizer, rate)
     begin = now(device)
-    batches = session.batches()
+    with session.meter.work("data", "next batch", device):
+        batches = session.batches()
     result = train_step(
         session.model,
         session.optimizer,
@@ -164,16 +168,17 @@ class _RunFolder:
         self.last_loss = math.nan
         self.flops_per_token = spec.flops_per_token(session.model_cfg, session.cfg.data.sequence_length).total
         self.peak, self.peak_source = peak_flops(session.world.device, session.cfg.train.precision)
-        self.origin: Moment | None = None
-        self.origin_at = 0.0
+        self.past = 0.0  # seconds of events before this run went on; rank 0 has read it
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> _RunFolder:
         session, cfg = self.session, self.session.cfg
+        begun = _begun(session)
         self.writer = Writer(
             self.out / "checkpoints", session.world.rank, session.world.size, max(600.0, cfg.run.timeout), cfg.run.keep,
-            _token(session),
+            f"{begun:x}",
         )  # fmt: skip
+        self.origin, self.origin_at = _anchor(session.world.device, begun)
         if self.writes:
             self._refuse_another_run()
             with self._writing():
@@ -182,6 +187,8 @@ class _RunFolder:
             self.progress = Progress(session.steps, resumed_from=self.start)
             for note in _opening_lines(self):
                 self.progress.note(note)
+        past = all_gather(torch.tensor([self.past], dtype=torch.float64), session.groups.host, name="end of events")
+        self.origin_at += past.wait()[0].item()
         self.stack.enter_context(warnings.catch_warnings())
         warnings.showwarning = self._warned
         return self
@@ -221,7 +228,7 @@ class _RunFolder:
             rows, past = _rows_until(metrics, self.start), _events_until(events, self.start)
         metrics.write_text("".join(rows), encoding="utf-8")
         events.write_text("".join(past), encoding="utf-8")
-        self.origin_at = max((json.loads(line)["end"] for line in past), default=0.0)
+        self.past = max((json.loads(line)["end"] for line in past), default=0.0)
         self.metrics = self.stack.enter_context(metrics.open("a", encoding="utf-8"))
 
     @contextlib.contextmanager
@@ -252,6 +259,9 @@ class _RunFolder:
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
         waited, slowest = self._over_ranks(made.record, seconds)
+        events = b""
+        if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
+            events = self._events(made, seconds)
         if not self.writes:
             return
         rate = made.tokens / slowest
@@ -270,8 +280,8 @@ class _RunFolder:
         with self._writing():
             self.metrics.write(json.dumps(row) + "\n")
             self.metrics.flush()
-            if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
-                self._write_events(made, seconds)
+            if events:
+                _append(self.out / "events.jsonl", events)
         if self.board is not None:
             for key in ("loss", "grad_norm", "learning_rate", "tokens_per_s"):
                 self.board.add_scalar(key, row[key], made.step + 1)
@@ -289,12 +299,18 @@ class _RunFolder:
         everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(values))
         return dict(zip(axes, everyone[:, 1:].mean(dim=0).tolist(), strict=True)), everyone[:, 0].max().item()
 
-    def _write_events(self, made: _Made, seconds: float) -> None:
-        self.origin = self.origin or made.begin
-        at = self.origin_at + between(self.origin, made.begin)
-        flops = int(made.tokens * self.flops_per_token / self.session.world.size)
-        whole = Event(0, "step", "compute", f"step {made.step + 1}", at, at + seconds, 0, flops)
-        write_jsonl(self.out / "events.jsonl", [whole, *made.record.events(0, made.begin, at)], append=True)
+    def _events(self, made: _Made, seconds: float) -> bytes:
+        """The events of a step, as lines: of this rank, on rank 0 of all that are kept.  Collective."""
+        world = self.session.world
+        self.origin_at += between(self.origin, made.begin)  # in hops: a GPU's clock is exact over short times only
+        self.origin = made.begin
+        own = b""
+        if world.rank < EVENTS_RANKS:
+            at = self.origin_at
+            flops = int(made.tokens * self.flops_per_token / world.size)
+            whole = Event(world.rank, "step", "compute", f"step {made.step + 1}", at, at + seconds, 0, flops)
+            own = to_jsonl([whole, *made.record.events(world.rank, made.begin, at)])
+        return _brought_together(own, self.session.groups.host)
 
 
 def _opening_lines(folder: _RunFolder) -> Iterator[str]:
@@ -335,10 +351,32 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield line, row
 
 
-def _token(session: Session) -> str:
-    """A name for this run that all ranks share and no other run has."""
+def _append(path: Path, lines: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(lines)
+
+
+def _begun(session: Session) -> int:
+    """When rank 0 began, in nanoseconds since 1970: known to all ranks, and the name of this run among others."""
     own = torch.tensor([time.time_ns() if session.world.rank == 0 else 0])
-    return f"{int(all_gather(own, session.groups.host, name='run token').wait().sum()):x}"
+    return int(all_gather(own, session.groups.host, name="run token").wait().sum())
+
+
+def _anchor(device: torch.device, begun: int) -> tuple[Moment, float]:
+    """This moment, and how many seconds after `begun` it is by this host's calendar clock."""
+    moment = now(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return moment, (time.time_ns() - begun) / 1e9
+
+
+def _brought_together(own: bytes, host: Group) -> bytes:
+    """What each rank gives, one after another."""
+    packed = torch.frombuffer(bytearray(zlib.compress(own)), dtype=torch.uint8)
+    count = torch.tensor([packed.numel()])
+    sizes = all_gather(count, host, name="sizes of events").wait().tolist()
+    everyone = all_gather(packed, host, sizes=sizes, name="events").wait().split(sizes)
+    return b"".join(zlib.decompress(part.numpy().tobytes()) for part in everyone)
 
 
 def _not_finite(session: Session, made: _Made, loss: float, norm: float) -> str:

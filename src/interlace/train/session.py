@@ -16,7 +16,7 @@ from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.mesh import Mesh
 from interlace.models import weights
-from interlace.models.decoder import Decoder, initial_value
+from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.tensor import Axis, split_decoder
@@ -127,6 +127,8 @@ def build(world: World, cfg: Config) -> Session:
         parts=parts,
         tensor=groups["tp"],
     )
+    if cfg.run.reproducible != "plan" and isinstance(decoder.head.vocabulary, Vocabulary):
+        decoder.head.vocabulary.scratch = model.spare_memory
     optimizer = optimizers.build(cfg.train, model)
     steps = cfg.train.steps
     if cfg.train.epochs:

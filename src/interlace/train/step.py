@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from interlace.collectives import Group, all_gather, sum_scalars
+from interlace.collectives.handle import now
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
 from interlace.train import optimizer as optimizers
@@ -45,16 +46,25 @@ def forward_backward(
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches) if model.stands_first else 0
+    meter, device = model.group.meter, model.group.device
+    began = now(device)
     counting = all_gather(torch.tensor([own]), host, name="count of labels")
     labels = 0
     losses = []
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
-            part, _ = model.run("loss", *batch.to(model.group.device), dropout_key=dropout_key)
-            labels = labels or int(counting.wait().sum())
+            with meter.work("compute", f"0F{number}", device):
+                part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key)
+            if number == 0:
+                stood = now(device)
+                labels = int(counting.wait().sum())
+                if host.size > 1:
+                    meter.stalled("world", "count of labels", stood, now(device))
+                    meter.transferred("world", "count of labels", began, now(device), 0)
             part = part / max(labels, 1)
-            part.backward()
+            with meter.work("compute", f"0B{number}", device):
+                part.backward()
             losses.append(part.detach().double())
     parts = torch.stack(losses)
     return parts if leaves else parts.sum(dim=0, keepdim=True), labels
@@ -81,7 +91,12 @@ def update(
     norm = squares.sqrt()
     factor = norms.factor(norm, clip_norm) if clip_norm > 0 else None
     rates = [group["lr"] for group in optimizer.param_groups]
-    model.postpone(lambda leaves, copies: optimizers.update(optimizer, leaves, copies, rates, factor))
+
+    def postponed(leaves: Sequence[torch.nn.Parameter], copies: Sequence[torch.Tensor] | None) -> None:
+        with model.group.meter.work("optimizer", "update", model.group.device):
+            optimizers.update(optimizer, leaves, copies, rates, factor)
+
+    model.postpone(postponed)
     return total, norm
 
 
@@ -106,4 +121,6 @@ def train_step(
 ) -> StepResult:
     """Forward, backward, clip and update."""
     loss, labels = forward_backward(model, micro_batches, host, dropout_key, leaves)
-    return StepResult(*update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves), labels, loss.sum())
+    with model.group.meter.work("optimizer", "norm", model.group.device):
+        total, norm = update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves)
+    return StepResult(total, norm, labels, loss.sum())

@@ -1,0 +1,407 @@
+"""Runs one launch under many schedules and says what it found, and what it cannot see.
+
+    verdict = explore(launch, ranks=(2, 3, 4), schedules=1000, seed=0)
+    assert verdict.ok, verdict
+
+`launch(heap)` is a rank's host program: it allocates from the heap it is given (`interlace.symmetric`), enqueues
+kernels, copies and flags, and may return a function that raises AssertionError where the result is wrong.  The same
+function runs between processes and on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from interlace.check.host import Host
+from interlace.check.machine import Found, Grow, Machine, Operations, Strategy
+from interlace.check.report import Report, Step, explain
+from interlace.check.schedules import NAMES, exhaustive, seeded
+from interlace.errors import ConfigError, Hang, InterlaceError, nearest
+from interlace.symmetric.heap import SymmetricHeap
+from interlace.symmetric.interpreter import watched
+from interlace.symmetric.record import HEAD, Record
+
+Launch = Callable[[SymmetricHeap], Callable[[], object] | None]
+NEAR_WRAP = (1 << 31) - 2  # int32 words that begin here wrap after two signals
+
+LIMITS = (
+    "not seen: faults of the compiler and the hardware; multimem, network cards and PCIe order; timing; two threads of "
+    "one program (barriers inside it are taken as the only order between a block and a release); memory that torch "
+    "functions reach through numpy; protocols that race on purpose are reported. Schedules not run may hold other "
+    "faults: no report is no proof."
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was explored and what was found."""
+
+    name: str
+    ranks: tuple[int, ...]
+    schedules: int
+    events: int
+    seconds: float
+    reports: tuple[Report, ...]
+    residency: tuple[str, ...] = ()
+    explored: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.reports
+
+    def __str__(self) -> str:
+        ranks = ", ".join(str(size) for size in self.ranks)
+        head = f"{self.name}: {len(self.reports)} reports in {self.schedules} schedules of {ranks} ranks"
+        rate = f"{self.events} memory events, {self.events / max(self.seconds, 1e-9):.0f} a second of one core"
+        lines = [f"{head}; {rate}", *(str(report) for report in self.reports), *self.residency]
+        return "\n".join([*lines, f"explored: {'; '.join(self.explored)}", LIMITS])
+
+
+@dataclass
+class _Run:
+    """One schedule's settings."""
+
+    ranks: int
+    strategy: Strategy
+    seed: int
+    label: str
+    resident: int | None = None
+    origin: int = 0
+    stop: tuple[int, int] | None = None
+
+
+@dataclass
+class Explorer:
+    """Runs schedules of one launch; keeps what they share."""
+
+    launch: Launch
+    replays: int = 0
+    barriers: bool = True
+    nbytes: int = 1 << 20
+    timeout: float = 10.0
+    capacity: int = 3 * 64
+    events: int = 0
+    schedules: int = 0
+    largest: int = 0  # programs of one rank in one kernel
+    memory: torch.Tensor | None = None
+    told: _Told = field(default_factory=lambda: _Told())
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Explorer]:
+        """Kernels and torch operations inside go to the schedule that runs."""
+        with warnings.catch_warnings(), watched(self.told, {}), Operations(self.told.operation):
+            warnings.simplefilter("ignore")
+            yield self
+
+    def run(self, settings: _Run) -> Report | None:
+        """One schedule; None if nothing was found."""
+        while True:
+            torch.manual_seed(0)
+            np.random.seed(0)
+            try:
+                found = self._once(settings)
+            except Grow:
+                self.capacity *= 2
+                continue
+            self.schedules += 1
+            return found
+
+    def _once(self, settings: _Run) -> Report | None:
+        size = settings.ranks
+        arenas = self._arenas(size)
+        machine = Machine(
+            size, settings.strategy, arenas, self.capacity, settings.resident, settings.stop, self.barriers
+        )
+        hosts = machine.hosts = [Host(machine, rank, settings.origin) for rank in range(size)]
+        checks: dict[int, Callable[[], object]] = {}
+        heaps: dict[int, SymmetricHeap] = {}
+        nothing = np.zeros(self.capacity, np.int32)
+        self.told.point(machine)
+        try:
+            for host in hosts:
+                body = self._body(host, checks, heaps)
+                host.fiber = machine.start(host.rank, "host", "host", body, nothing)
+            machine.run()
+            with machine.undisturbed():
+                self._after(machine, heaps, checks)
+        except Found as found:
+            return self._say(machine, explain(machine, found), settings)
+        finally:
+            self.events += machine.memory_events
+            launches = [item for fiber in machine.fibers if (item := fiber.item) is not None]
+            self.largest = max([self.largest, *(len(item.bodies) for item in launches if item.launch)])
+            machine.close()
+        return None
+
+    def _arenas(self, size: int) -> list[torch.Tensor]:
+        """One allocation for all schedules, poisoned anew for each."""
+        if self.memory is None or self.memory.numel() < size * self.nbytes + 4096:
+            self.memory = torch.empty(size * self.nbytes + 4096, dtype=torch.uint8)
+        self.memory.fill_(0xFF)
+        skip = -self.memory.data_ptr() % 4096
+        return list(self.memory[skip : skip + size * self.nbytes].split(self.nbytes))
+
+    def _body(self, host: Host, checks: dict[int, Any], heaps: dict[int, SymmetricHeap]) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                heap = heaps[host.rank] = SymmetricHeap(self.nbytes, timeout=self.timeout, fabric=host)
+                check = self.launch(heap)
+                for _ in range(self.replays):
+                    for enqueue in list(host.recorded):
+                        enqueue()
+                if callable(check):
+                    checks[host.rank] = check
+            except Hang:
+                if host.machine.dead is None:
+                    raise
+
+        return body
+
+    def _after(self, machine: Machine, heaps: dict[int, SymmetricHeap], checks: dict[int, Any]) -> None:
+        """What is judged when all has ended: records, memory nobody wrote, results."""
+        records = {
+            rank: record
+            for rank in heaps
+            if (record := Record.read(rank, bytes(machine.arenas[rank][:HEAD].tolist()))) is not None
+        }
+        if machine.dead is not None:
+            for rank, record in records.items():
+                if rank != machine.dead and record.peer != machine.dead and record.peer not in records:
+                    raise Found(
+                        "no exit",
+                        sleepers=[],
+                        message=f"rank {machine.dead} stopped, but rank {rank} names rank {record.peer}.",
+                    )
+            return
+        if machine.unwritten:
+            raise Found("unwritten")
+        for rank, record in records.items():
+            raise Found("error", message=record.sentence(heaps[rank].name_of(record.flag)))
+        for rank, check in sorted(checks.items()):
+            try:
+                verdict = check()
+            except AssertionError as error:
+                text = " ".join(str(error).split())[:300]
+                raise Found("wrong result", message=f"rank {rank}: {text or 'its check failed'}.") from None
+            if verdict is False:
+                raise Found("wrong result", message=f"rank {rank}: its check returned False.")
+
+    @staticmethod
+    def _say(machine: Machine, report: Report, settings: _Run) -> Report:
+        again = f"--ranks {settings.ranks} --seed {settings.seed} --schedules 1"
+        if settings.resident is not None:
+            again += f" --resident {settings.resident}"
+        schedule = f"found by {settings.label}, event {len(machine.events)}; again with {again}"
+        return replace(report, ranks=settings.ranks, seed=settings.seed, schedule=schedule)
+
+
+class _Told:
+    """Passes what the interpreter and torch tell on to the machine that runs, launches to their rank."""
+
+    def point(self, machine: Machine) -> None:
+        self._machine = machine
+        self.access, self.atomic, self.barrier = machine.access, machine.atomic, machine.barrier
+        self.ptx, self.compared = machine.ptx, machine.compared
+
+    def launch(self, kernel: Any) -> None:
+        fiber = self._machine.current
+        assert fiber is not None
+        self._machine.hosts[fiber.rank].launch(kernel)
+
+    def operation(self, mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        machine: Machine | None = getattr(self, "_machine", None)
+        fiber = machine.current if machine is not None else None
+        if machine is None or machine.internal or fiber is None or fiber.kind != "host":
+            return function(*args, **kwargs)
+        return machine.hosts[fiber.rank].operation(mode, function, args, kwargs)
+
+
+def explore(
+    launch: Launch,
+    *,
+    ranks: int | Sequence[int] = (2, 3, 4),
+    schedules: int = 1000,
+    seed: int = 0,
+    resident: int | None = None,
+    replays: int = 0,
+    stop: bool = False,
+    barriers: bool = True,
+    nbytes: int = 1 << 20,
+    most: int = 1,
+    name: str = "",
+) -> Verdict:
+    """Runs `launch` on each number of ranks under `schedules` schedules, seeds `seed`, `seed + 1`, ...
+
+    Args:
+        resident: programs of a rank that run at once, at most; None: all of a launch.  Without it the verdict also
+            says how few suffice.
+        replays: enqueues again, so many times, what each rank has enqueued since its last collective, with the same
+            scalars, as a CUDA graph's replays do.
+        stop: in every schedule one rank stops at some event, and every wait of the others must end.
+        barriers: False takes a release as covering the whole program, with no `tl.debug_barrier` before it.
+        most: reports after which exploring ends.
+    """
+    sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    if not sizes or min(sizes) < 1 or schedules < 1 or (resident is not None and resident < 1):
+        raise ConfigError(f"ranks {sizes}, schedules {schedules}, resident {resident}: all must be at least 1.")
+    explorer = Explorer(launch, replays, barriers, nbytes)
+    found: list[Report] = []
+    begin = time.process_time()
+    notes: list[str] = []
+    with explorer.open():
+        for size in sizes:
+            for settings in _settings(explorer, size, schedules, seed, resident, stop):
+                report = _guarded(explorer, settings)
+                if report is not None and (report.kind, report.steps) not in [(r.kind, r.steps) for r in found]:
+                    found.append(report)
+                if len(found) >= most:
+                    break
+            if len(found) >= most:
+                break
+            if resident is None and not stop and not found:
+                notes += _residency(explorer, size, schedules, seed)
+    explored = [
+        f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
+        f"{resident or 'all'} programs of a rank at once",
+        "signals from 0 and from just below the wrap of 32 bits",
+        *([f"{replays} replays with the same scalars"] if replays else []),
+        *(["one rank stops"] if stop else []),
+    ]
+    seconds = time.process_time() - begin
+    called = name or getattr(launch, "__name__", "launch")
+    return Verdict(
+        called, sizes, explorer.schedules, explorer.events, seconds, tuple(found), tuple(notes), tuple(explored)
+    )
+
+
+def _settings(
+    explorer: Explorer, size: int, schedules: int, seed: int, resident: int | None, stop: bool
+) -> Iterator[_Run]:
+    length = 0
+    for number in range(seed, seed + schedules):
+        strategy = seeded(number, size)
+        origin = NEAR_WRAP if number % 7 == 3 else 0
+        kind = NAMES[number % len(NAMES)]
+        settings = _Run(size, strategy, number, f"seed {number} ({kind})", resident, origin)
+        if stop:
+            length = length or _length(explorer, size, number, resident)
+            settings.stop = (strategy.rng.randrange(size), strategy.rng.randrange(1, max(2, length)))
+        yield settings
+
+
+def _length(explorer: Explorer, size: int, seed: int, resident: int | None) -> int:
+    """Events of one schedule in which nobody stops."""
+    before = explorer.events
+    explorer.run(_Run(size, seeded(seed, size), seed, "", resident))
+    return explorer.events - before
+
+
+def _guarded(explorer: Explorer, settings: _Run) -> Report | None:
+    """A failure of the user's program is a report too; one of ours, as of the caller's arguments, is raised."""
+    try:
+        return explorer.run(settings)
+    except (InterlaceError, AssertionError) as error:
+        kind = "wrong result" if isinstance(error, AssertionError) else "error"
+        text = " ".join(str(error).split())[:300]
+        trace, steps = error.__traceback__, []
+        while trace is not None:
+            file = trace.tb_frame.f_code.co_filename
+            steps.append(Step("raised", "the program", file, trace.tb_lineno))
+            trace = trace.tb_next
+        mine = [each for each in steps if "/interlace/" not in each.file and "triton" not in each.file]
+        made = Report(kind, text or type(error).__name__, tuple(mine[-1:]))
+        again = f"found by {settings.label}; again with --ranks {settings.ranks} --seed {settings.seed} --schedules 1"
+        return replace(made, ranks=settings.ranks, seed=settings.seed, schedule=again)
+
+
+def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list[str]:
+    """How few programs at once suffice, tried with a few schedules each."""
+    for few in range(1, explorer.largest):
+        tries = range(seed, seed + max(4, min(10, schedules // 20)))
+        strategies = [seeded(number, size) for number in tries]
+        strategies[0].blocks = "in order"
+        if not any(
+            explorer.run(_Run(size, each, number, f"seed {number}", few))
+            for number, each in zip(tries, strategies, strict=True)
+        ):
+            text = f"{size} ranks: no report in {len(tries)} schedules with {few} of {explorer.largest} programs"
+            return [f"{text} of a rank at once"]
+    if explorer.largest > 1:
+        needs = explorer.largest
+        return [
+            f"{size} ranks: needs all {needs} programs of a rank at once; launch no more than the device holds at once"
+        ]
+    return []
+
+
+def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True) -> Verdict:
+    """All schedules of 2 ranks with at most so many preemptions, up to a number; for launches of 2 x 2 programs."""
+    explorer = Explorer(launch, barriers=barriers)
+    begin = time.process_time()
+    found: list[Report] = []
+    whole = True
+    with explorer.open():
+        for number, strategy in enumerate(exhaustive(preemptions)):
+            if number >= most_schedules:
+                whole = False
+                break
+            report = _guarded(explorer, _Run(2, strategy, number, f"schedule {number} of the exhaustive search"))
+            if report is not None:
+                found.append(report)
+                break
+    what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
+    return Verdict(
+        getattr(launch, "__name__", "launch"), (2,), explorer.schedules, explorer.events, time.process_time() - begin,
+        tuple(found), (), (what,),
+    )  # fmt: skip
+
+
+def load(target: str) -> tuple[Launch, str]:
+    """The function "FILE.py:NAME" names, and a name for messages.  The file is imported with its folder on the path."""
+    path, _, name = target.rpartition(":")
+    if not path or not name:
+        raise ConfigError(f'"{target}" names no function; write FILE.py:LAUNCH, as in kernel.py:launch.')
+    if not os.path.isfile(path):
+        raise ConfigError(f"{path}: no such file; write FILE.py:LAUNCH with a file that is there.")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file; give one that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = nearest(name, known)
+        hint = f'did you mean "{close}"?' if close else "give a function launch(heap)."
+        raise ConfigError(f"{path} has no function {name}; {hint}")
+    return found, f"{os.path.basename(path)}:{name}"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """ "2,3,4" as integers from 1 to 16."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(1 <= number <= 16 for number in found):
+        raise ConfigError(f'--ranks is "{text}"; write numbers from 1 to 16 with commas, as in 2,3,4.')
+    return found
+
+
+__all__ = ["Verdict", "explore", "explore_all", "load", "numbers"]
