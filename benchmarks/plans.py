@@ -1,0 +1,128 @@
+"""Real steps of whole plans: peak memory beside what `plan/memory` says, and what determinism costs.
+
+    PYTHONPATH=src:benchmarks python benchmarks/plans.py [--rows A:B] [--steps 6] [--out FILE]
+
+Each row is a session as `interlace train` builds it, on the default corpus, in processes of its own; ms are the median
+of the steps after the first two, of the slowest rank; the peak is the largest rank's, windows included.  No peer runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from interlace.collectives.handle import between, now
+from interlace.config import load, loads
+from interlace.launch import run_local
+from interlace.plan.memory import estimate
+from interlace.train import session as sessions
+from interlace.train.step import train_step
+from interlace.world import World
+
+COMPILED = ("train.compile=true",)
+ROWS: tuple[
+    tuple[str, str, int, int, tuple[str, ...]], ...
+] = (  # model, plan, sequences a rank, their length, settings
+    ("1.2b", "zero=0", 4, 4096, COMPILED),
+    ("1.2b", "zero=1", 4, 4096, COMPILED),
+    ("1.2b", "zero=2", 4, 4096, COMPILED),
+    ("1.2b", "zero=3", 4, 4096, COMPILED),
+    ("1.2b", "zero=1", 4, 4096, ()),
+    ("1.2b", "zero=1 recompute=selective", 4, 4096, ()),
+    ("1.2b", "zero=1 recompute=full", 4, 4096, ()),
+    ("1.2b", "zero=1 micro_batch_size=1", 4, 4096, COMPILED),
+    ("1.2b", "zero=1", 4, 4096, (*COMPILED, "run.deterministic=true")),
+    ("1.2b", "zero=1 micro_batch_size=1", 4, 4096, (*COMPILED, "run.reproducible=plan")),
+    ("13b", "zero=3", 1, 4096, COMPILED),
+)
+SMALL = (
+    ("tiny", "zero=1", 4, 64, ()),
+    ("tiny", "zero=3", 4, 64, ()),
+    ("tiny", "zero=3", 4, 64, ("run.reproducible=plan",)),
+)
+
+
+def measure(world: World, config: str, steps: int) -> dict[str, Any]:
+    """What one rank sees: ms of each step, the loss of the last, the peak."""
+    session = sessions.build(world, loads(config))
+    device, times = world.device, []
+    for step in range(steps):
+        world.status(step=step, operation="step of the benchmark")
+        begin = now(device)
+        made = train_step(
+            session.model,
+            session.optimizer,
+            session.batches(),
+            session.groups.host,
+            clip_norm=session.cfg.train.clip,
+            dropout_key=session.dropout_key(step),
+            leaves=session.leaves,
+        )
+        loss = made.loss.item()  # waits for the step
+        times.append(1e3 * between(begin, now_after(device)))
+        session.meter.cut()
+        session.advance()
+    peak = torch.cuda.max_memory_allocated() + session.model.window_bytes if device.type == "cuda" else 0
+    return {"times": times, "loss": loss, "peak": peak}
+
+
+def now_after(device: torch.device) -> Any:
+    """A moment that has come past."""
+    moment = now(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return moment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=":")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
+    first, _, last = given.rows.partition(":")
+    chosen = (ROWS if on_gpu else SMALL)[int(first or 0) : int(last) if last else None]
+    machine = torch.cuda.get_device_name() if on_gpu else "CPU"
+    lines = [
+        f"# Steps of whole plans, {datetime.date.today()}, {ranks} x {machine}",
+        "",
+        f"torch {torch.__version__}, {given.steps} steps, `{' '.join(sys.argv)}`",
+        "",
+        "| model | plan | sequences x length | settings | ms | peak GiB | plan/memory GiB | off by % | loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines), flush=True)
+    for model, plan, sequences, length, settings in chosen:
+        overrides = [
+            f"data.sequence_length={length}", "data.documents=joined", f"train.global_batch={sequences * ranks}",
+            f"model.max_positions={length}", "train.warmup=2", "run.timeout=120", *settings,
+        ]  # fmt: skip
+        overrides += ["train.precision=bf16"] if on_gpu else []
+        cfg = load(None, overrides, f"dp={ranks} {plan}", preset=model)
+        argument = {"config": cfg.to_toml(), "steps": given.steps}
+        device = "cuda" if on_gpu else "cpu"
+        found = run_local("plans:measure", ranks, argument, device=device, timeout=120.0)
+        ms = statistics.median(max(times) for times in zip(*(rank["times"][2:] for rank in found), strict=True))
+        peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device).total
+        off = f"{100 * (planned / peak - 1):+.1f}" if peak else "-"
+        words = " ".join(settings) or "-"
+        lines.append(
+            f"| {model} | {cfg.plan} | {sequences} x {length} | {words} | {ms:.1f} | {peak / 2**30:.1f} | "
+            f"{planned / 2**30:.1f} | {off} | {found[0]['loss']:.4f} |"
+        )
+        print(lines[-1], flush=True)
+    if given.out:
+        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
