@@ -18,8 +18,9 @@ import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ class Variant:
     resident: int = 0
     peak: int = 0
     outside: int = 0  # bytes that torch's allocator does not count
+    host: list[float] = field(default_factory=list)  # ms that the host took to hand a step out
     record: Record | None = None  # of the last step's waits and transfers
 
 
@@ -161,8 +163,10 @@ def timed(variant: Variant, batch: Batch, steps: int, device: torch.device) -> f
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     begin = now(device)
+    enqueuing = time.perf_counter()
     for _ in range(steps):
         variant.step(batch)
+    variant.host.append(1e3 * (time.perf_counter() - enqueuing) / steps)
     end = now(device)
     wait(device)
     if device.type == "cuda":
@@ -269,8 +273,8 @@ def table(
         f"{given.sequences} x {given.length} tokens a rank, {given.rounds} rounds of {given.steps} steps, "
         f"`{' '.join(sys.argv)}`",
         "",
-        "| variant | ms | spread | tokens/s/GPU | MFU % (causal) | peak GiB | best peer / this |",
-        "|---|---|---|---|---|---|---|",
+        "| variant | ms | spread | tokens/s/GPU | MFU % (causal) | peak GiB | host ms | best peer / this |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for variant in variants:
         ms = statistics.median(rounds[variant.name])
@@ -278,8 +282,10 @@ def table(
         mfu = f"{100 * rate * flops / topology.flops_per_second('bf16'):.1f}" if topology else "-"
         spread = max(rounds[variant.name]) - min(rounds[variant.name])
         ratio = f"{best / ms:.3f}" if best else "-"
-        peak = (variant.peak + variant.outside) / 2**30
-        lines.append(f"| {variant.name} | {ms:.1f} | {spread:.1f} | {rate:,.0f} | {mfu} | {peak:.1f} | {ratio} |")
+        peak, host = (variant.peak + variant.outside) / 2**30, statistics.median(variant.host)
+        lines.append(
+            f"| {variant.name} | {ms:.1f} | {spread:.1f} | {rate:,.0f} | {mfu} | {peak:.1f} | {host:.0f} | {ratio} |"
+        )
     text = "\n".join(lines)
     print(text, flush=True)
     if given.out:

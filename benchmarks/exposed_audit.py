@@ -50,7 +50,7 @@ def left_out() -> Iterator[None]:
             out.view(-1, own.numel()).copy_(own.expand(out.numel() // own.numel(), -1))
 
     def exchanged(
-        group: object, flat: torch.Tensor, received: torch.Tensor, *sizes: object, window: object = None
+        group: object, flat: torch.Tensor, received: torch.Tensor, *sizes: object, **options: object
     ) -> list[dist.Work]:
         received.zero_()
         return []

@@ -91,9 +91,14 @@ def own_modules(world: World) -> dict[str, str]:
         for step in range(2):
             plain.zero_grad()
             (expected := plain(x)).square().sum().backward()
-            made = model(x)
-            close(made.detach(), expected.detach(), f"{name}, step {step}")
-            made.square().sum().backward()
+            if step == 1 and len(x) > 1:  # in two micro-batches: what is owed is paid once, after the second
+                with model.no_sync():
+                    model(x[:1]).square().sum().backward()
+                model(x[1:]).square().sum().backward()
+            else:
+                made = model(x)
+                close(made.detach(), expected.detach(), f"{name}, step {step}")
+                made.square().sum().backward()
             wrong = different(model.whole_gradients(), gradients(plain), 1e-6)
             assert not wrong, (name, wrong)
             norm = model.clip_grad_norm_(1e9)

@@ -16,7 +16,7 @@ import torch
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
 from interlace.layout import split
-from interlace.parallel import data, flat, stages, tensor
+from interlace.parallel import data, flat, owed, stages, tensor
 from interlace.parallel import norm as norms
 from interlace.plan import stages as stage_plans
 from interlace.train import loop, step, verify
@@ -252,29 +252,29 @@ def replicas_apart(rank: int) -> Any:
 
 def unpaid(rank: int) -> Any:
     """(i) What is owed over the tensor axis is not added up."""
-    return mock.patch.object(flat.Flat, "pay", lambda self, reduced, compare=False: reduced)
+    return mock.patch.object(owed, "pay", lambda flat, reduced, apart=None: reduced)
 
 
 def paid_twice(rank: int) -> Any:
     """(j) It is added up twice."""
-    plain = flat.Flat.pay
+    plain = owed.pay
 
-    def pay(self: flat.Flat, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
-        once = plain(self, reduced, compare)
+    def pay(run: flat.Flat, reduced: Handle[torch.Tensor], apart: Any = None) -> Handle[torch.Tensor]:
+        once = plain(run, reduced, apart)
         once.wait()
-        return plain(self, once)
+        return plain(run, once, apart)
 
-    return mock.patch.object(flat.Flat, "pay", pay)
+    return mock.patch.object(owed, "pay", pay)
 
 
 def replicas_unpaid(rank: int) -> Any:
     """(k) Ranks that hold the same key and value heads keep their own gradients."""
-    plain = flat.Flat._owed
+    plain = owed.owed
 
-    def owed(self: flat.Flat) -> Any:
-        return (pair for pair in plain(self) if not any(".k." in m.name or ".v." in m.name for m in pair[0]))
+    def without(run: flat.Flat) -> Any:
+        return (pair for pair in plain(run) if not any(".k." in m.name or ".v." in m.name for m in pair[0]))
 
-    return mock.patch.object(flat.Flat, "_owed", owed)
+    return mock.patch.object(owed, "owed", without)
 
 
 def bias_on_every_rank(rank: int) -> Any:

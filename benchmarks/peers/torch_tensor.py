@@ -7,7 +7,6 @@ weights by FSDP2's policy on a data axis of one, fused AdamW and clipping as our
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +46,9 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
     decoder.head.vocabulary = SplitLogits()
     _plan(decoder, mesh["tp"])
+    # A compiled block takes a tensor that is still on its way as one without history, and the embedding learns nothing
+    # (torch 2.13): a copy has arrived.
+    decoder.embedding.register_forward_hook(lambda module, given, made: made.clone())
     for block in decoder.blocks:
         if compiled:
             block.forward = torch.compile(block.forward)
@@ -61,10 +63,6 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
 def losses_are_split() -> Any:
     """Around forward and backward."""
     return loss_parallel()
-
-
-def plain() -> Any:
-    return nullcontext()
 
 
 def _plan(decoder: Decoder, tp: DeviceMesh) -> None:

@@ -16,7 +16,7 @@ from interlace.checkpoint import Reader
 from interlace.cli import app
 from interlace.config import Config
 from interlace.plan import fit
-from interlace.train import loop
+from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
 ODD = ["model.vocab_size=265", "model.ffn_size=23", "train.steps=4", "run.save_every=2", "train.weight_decay=0.3"]
@@ -103,3 +103,12 @@ def test_the_command_sweeps(tmp_path: Path) -> None:
     assert lines[-1] == "verify: 2 of 2 plans drawn with --seed 5 equal one process"
     refused = CliRunner().invoke(app, [*words, "--parallel", "tp=2"])
     assert refused.exit_code == 2
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence=off", "tp=2 overlap=off recompute=full"])
+def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
+    """Uneven vocabulary and features, odd rows, both forms."""
+    uneven = ["model.vocab_size=265", "model.ffn_size=23", "data.sequence_length=13", "train.global_batch=3"]
+    report = verify.verify(runs.config(tmp_path, plan, uneven), 2, "cuda")
+    assert report.passed, "\n".join(verify.lines(report))

@@ -10,6 +10,9 @@
 Quicker than torch's fused kernel and what stands around it: 30 bytes an element are read and written, where scaled
 gradients that are written back and the cast in a pass of its own make 42.  That matters although nothing waits for it:
 it runs beside the products of the next forward pass, which get the less of the memory the more it needs.
+
+Tried and dropped: 32 programs in place of as many as there are blocks, to leave multiprocessors to those products.  The
+kernel took 17 instead of 5.5 ms of a step (1.5 B parameters in two halves, two H200s), and the step no less.
 """
 
 from __future__ import annotations

@@ -105,11 +105,15 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def _work(x_ND: Tensor, vocab: int, scratch: Tensor | None) -> tuple[int, Tensor]:
-    """Rows in a piece, and memory for its logits: of `scratch` if a thousand rows (or all) fit there."""
+    """Rows in a piece, all or a power of two, and memory for its logits: of `scratch` if 1024 rows, or all, fit there.
+
+    A power of two fills whole waves of a GPU's product; as many rows as fit, 3328 of 16,384, took 43.5 instead of 40.0
+    ms of loss (4096 rows at a time) on an H200.
+    """
     size = vocab * x_ND.element_size()
     fitting = 0 if scratch is None else scratch.numel() // size
     if scratch is not None and fitting >= min(1024, len(x_ND)):
-        step = min(max(len(x_ND), 1), fitting // 128 * 128 or fitting)
+        step = max(len(x_ND), 1) if fitting >= len(x_ND) else 1 << (fitting.bit_length() - 1)
         return step, scratch[: step * size].view(x_ND.dtype).view(step, vocab)
     step = rows_at_a_time(vocab, len(x_ND))
     return step, x_ND.new_empty(step, vocab)

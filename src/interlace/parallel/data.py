@@ -33,8 +33,9 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
-from interlace.errors import ConfigError, NumericsError
+from interlace.errors import ConfigError
 from interlace.parallel import norm as norms
+from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
 from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
@@ -42,7 +43,6 @@ from interlace.parallel.units import Unit, find_units, homes, tensors_of
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
-APART = 1e-3  # of the largest, or 4 units in the last place: gradients of the same numbers differ by rounding alone
 
 
 class DataParallel(nn.Module):
@@ -111,6 +111,7 @@ class DataParallel(nn.Module):
         self.sync = True
         self.tensor = tensor if tensor is not None and tensor.size > 1 else None
         self._compared = self.tensor is None
+        self._apart: owed.Apart = []
         self._scale = 1.0 / group.size if gradients == "mean" else 1.0
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
@@ -285,7 +286,7 @@ class DataParallel(nn.Module):
 
         What several ranks hold is counted by the first of them.
         """
-        return norms.square_sum((grad for flat in self.counted for grad in flat.counted()), self.group.device)
+        return norms.square_sum((grad for flat in self.counted for grad in owed.counted(flat)), self.group.device)
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -652,7 +653,7 @@ class DataParallel(nn.Module):
 
     def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
         if self._round is None:
-            return flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared)
+            return owed.pay(flat, flat.reduce(self._scale, self._wire), None if self._compared else self._apart)
         assert self.tensor is None, "sums in a fixed order are over the data axis alone"
         return flat.reduce_round(self._round)
 
@@ -682,17 +683,11 @@ class DataParallel(nn.Module):
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
-        if self.sync and not self._compared:
+        if self.sync:
             self._refuse_apart()
 
     def _refuse_apart(self) -> None:
-        """After the first reduction: whole parameters whose gradients differ over the tensor axis, if not owed."""
-        self._compared = True
-        for flat in self._trainable:
-            apart, flat.apart = flat.apart, []
-            for name, difference in apart:
-                if (share := difference.item()) > max(APART, 4 * torch.finfo(flat.compute_dtype).eps):
-                    raise NumericsError(
-                        f"the gradient of {name} is not the same on all ranks of tp ({100 * share:.2g} % apart), so "
-                        "what it works on must be split; give the module around it the role SPLIT."
-                    )
+        """After the first reduction: gradients that differ over the tensor axis and should not."""
+        if not self._compared:
+            self._compared, apart, self._apart = True, self._apart, []
+            owed.refuse(apart)

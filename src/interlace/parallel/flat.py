@@ -27,11 +27,9 @@ extra read and write of every weight, twice a step.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +42,6 @@ from interlace.collectives import (
     add_parts,
     all_gather,
     all_reduce,
-    both,
     reduce_scatter,
     then,
 )
@@ -194,7 +191,6 @@ class Flat:
     _result: torch.Tensor | None = None
     _due: Update | None = None
     _used: list[torch.Tensor] = field(default_factory=list)
-    apart: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _leaf_starts: list[int] = field(default_factory=list)
     _absent: torch.Tensor | None = None
     _shown: bool = False
@@ -442,6 +438,11 @@ class Flat:
             grad = grad.to_dense()
         if index in self._written:
             place.add_(grad)
+        elif grad.is_cuda and grad.dtype == place.dtype:
+            torch.mul(
+                grad.detach(), 1, out=place
+            )  # what `copy_` hands to the driver here runs at half the memory's speed
+            self._written.add(index)
         else:
             place.copy_(grad)
             self._written.add(index)
@@ -527,61 +528,16 @@ class Flat:
             return inside
         return then(inside, self.inner, lambda: all_reduce(result, outer, wire=wire, name=name))
 
-    def pay(self, reduced: Handle[torch.Tensor], compare: bool = False) -> Handle[torch.Tensor]:
-        """Adds up, once, what is owed over the tensor axis; `reduced` is the sum over the data axis, under way.
+    @property
+    def result(self) -> torch.Tensor:
+        """Where the last reduction's sum for the held elements goes."""
+        assert self._result is not None
+        return self._result
 
-        Ranges of the run are the same on all those ranks, and so is the order in which they come here.  compare: notes
-        in `apart` how far those lie apart that should be alike, in units of the largest of a parameter.
-        """
-        held, first = self._result, self.held[0]
-        assert held is not None
-        for members, part in self._owed():
-            start = max(members[0].offset - first, 0)
-            place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
-            if not place.numel():
-                continue
-            paid = functools.partial(self._paid, place, part, [*members, start + first] if compare else [])
-            if self.group.size == 1:
-                reduced = both(reduced, paid())
-            else:
-                reduced = then(reduced, self.inner, paid)
-        return reduced
-
-    def _paid(self, place: torch.Tensor, part: Part, compared: list[Any]) -> Handle[torch.Tensor]:
-        assert part.owed is not None
-        if part.alike and compared:
-            *members, start = compared
-            everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait().view(part.owed.size, -1)
-            size = everyone.abs().amax(dim=0)
-            least = size.amax() * torch.finfo(self.compute_dtype).eps ** 0.5  # below it all may be rounding
-            for m in members:
-                low, high = max(m.offset - start, 0), min(m.offset - start + m.numel, len(size))
-                if low < high:
-                    apart = (everyone[:, low:high] - everyone[0, low:high]).abs().amax()
-                    self.apart.append((m.name, apart / torch.maximum(size[low:high].amax(), least).clamp(min=1e-30)))
-        scale = 1.0 / part.owed.size if part.alike else 1.0
-        return all_reduce(place, part.owed, scale=scale, name=f"pay {self.name}")
-
-    def _owed(self) -> Iterator[tuple[list[Member], Part]]:
-        """Neighbours in the run that are owed over the tensor axis in one way."""
-        for _, run in itertools.groupby(self.members, lambda m: (m.kind, m.decay)):
-            members = list(run)
-            part = members[0].part
-            if part is not None and part.owed is not None:
-                yield members, part
-
-    def counted(self) -> Iterator[torch.Tensor]:
-        """The gradients of the held elements that no rank of the tensor axis before this one holds too."""
-        for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
-            if leaf.grad is None:
-                continue
-            at = 0
-            for member in self.members:
-                if not member.is_first:
-                    low = min(max(member.offset - start, at), leaf.numel())
-                    yield leaf.grad[at:low]
-                    at = min(max(member.offset + member.numel - start, at), leaf.numel())
-            yield leaf.grad[at:]
+    @property
+    def leaves_from(self) -> Iterator[tuple[nn.Parameter, int]]:
+        """The leaves with their first elements in the run."""
+        return zip(self.leaves, self._leaf_starts, strict=True)
 
     def reduce_round(self, round: Round) -> Handle[torch.Tensor]:
         """Starts adding the gradients of a round to the accumulator, a part on each rank; after the last round all
@@ -624,12 +580,6 @@ class Flat:
         begin = self.held[0]
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
             leaf.grad = held[start - begin : start - begin + leaf.numel()]
-
-    @property
-    def reduced(self) -> torch.Tensor:
-        """The reduced gradient of the held elements, 1-D, once it has been delivered."""
-        assert self._result is not None
-        return self._result
 
     def adopt(self, reduced: torch.Tensor) -> None:
         """Takes a gradient of the held elements that was reduced elsewhere, and hands it to the leaves."""

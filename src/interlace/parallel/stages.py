@@ -181,18 +181,17 @@ class StagedParallel(DataParallel):
         if self.tie is not None:
             self._tie(self.tie)
         self._free(self.root.flats)
-        if not self._compared:
-            self._refuse_apart()
         self._now = None
         self._stale = True
+        self._refuse_apart()
 
     def _tie(self, tie: Group) -> None:
         """Both ends get the same gradient of the root parameters."""
         for flat in self.root.trainable:
             if not self._adds_uses_first:
-                all_reduce(flat.reduced, tie, name=f"tied {flat.name}").wait()
+                all_reduce(flat.result, tie, name=f"tied {flat.name}").wait()
             elif tie.rank == 0:
-                broadcast(flat.reduced, tie, name=f"tied {flat.name}").wait()
+                broadcast(flat.result, tie, name=f"tied {flat.name}").wait()
             else:
                 flat.adopt(broadcast(torch.empty_like(flat.main), tie, name=f"tied {flat.name}").wait())
 
@@ -236,7 +235,7 @@ class StagedParallel(DataParallel):
     def _reduce_all(self, flats: Sequence[Flat], micro_batch: int | None) -> None:
         for flat in flats:
             if micro_batch is None:
-                handle, last = flat.pay(flat.reduce(self._scale, self._wire), compare=not self._compared), True
+                handle, last = super()._reduce(flat), True
             else:
                 round = Round.of(micro_batch, self.group.size, self.leaves_in_step)
                 if self.group.size == 1 and not round.last:  # they add up where they arise, in the same order
