@@ -213,7 +213,8 @@ def test_units_in_flight() -> None:
     library = eight_billion("dp=8 zero=3 transport=library")
     assert estimate(library, library.plan).gradients == pytest.approx(2 * (V * D + 2 * block) + made, rel=1e-2)
     several = eight_billion("dp=8 zero=3 micro_batches=2")
-    assert estimate(several, several.plan).gradients in (4 * total, pytest.approx(4 * total + 2 * V * D, rel=1e-2))
+    room = 2 * (V * D + 3 * block)  # is there, though they add up elsewhere, in fp32
+    assert estimate(several, several.plan).gradients == pytest.approx(4 * total + room + made, rel=1e-2)
     alone = eight_billion("dp=1 zero=3")
     assert estimate(alone, alone.plan).gather == 0
 
