@@ -226,14 +226,14 @@ def test_units_in_flight() -> None:
     # embedding and head take turns in one buffer, the blocks in two
     assert memory.gather == pytest.approx(2 * (V * D + 2 * block), rel=1e-2)
     total = total_parameters(config.model_config())
-    # in bf16: room that stays for three units that peers read, most is needed before any gradient is there; or three
-    # units as they are made and one gradient as autograd leaves it
+    # in bf16: three units that peers read, or as they are made; and one gradient as autograd leaves it
     made = 2 * V * D
-    assert memory.gradients == pytest.approx(2 * (V * D + 3 * block), rel=1e-2)
+    assert memory.gradients == pytest.approx(2 * (V * D + 3 * block) + made, rel=1e-2)
     library = eight_billion("dp=8 zero=3 transport=library")
     assert estimate(library, library.plan).gradients == pytest.approx(2 * (V * D + 2 * block) + made, rel=1e-2)
     several = eight_billion("dp=8 zero=3 micro_batches=2")
-    assert estimate(several, several.plan).gradients in (4 * total, pytest.approx(4 * total + 2 * V * D, rel=1e-2))
+    room = 2 * (V * D + 3 * block)  # is there, though they add up elsewhere, in fp32
+    assert estimate(several, several.plan).gradients == pytest.approx(4 * total + room + made, rel=1e-2)
     alone = eight_billion("dp=1 zero=3")
     assert estimate(alone, alone.plan).gather == 0
 

@@ -114,7 +114,8 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
     activations = _activations(config, cfg, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
-    logits = _logits(tokens, vocab, cfg.hidden_size, compute, device) if "head" in names else 0
+    lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, plan, runs, device)
+    logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
         logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
     moments = _moments(config, plan, runs, device, activations, logits, layers, _rows(tokens, plan))
@@ -164,24 +165,37 @@ def _moments(
     compute = 2 if config.train.precision == "bf16" else 4
     count, _ = micro_batching(config, plan)
     fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
-    narrow = compute == 2 and plan.dp > 1 and plan.pp == 1 and (fixed or count == 1)
+    narrow = _is_narrow(config, plan)
     size = compute if narrow else 4
     whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
     sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1) if fixed else 0
-    windows = narrow and plan.zero > 0 and device == "cuda" and plan.transport != "library"
-    some = size * (_buffers(runs, 3) if windows else _adjacent(runs, 3))
-    stays = some if windows else 0
+    windows = _windows(config, plan, runs, device)
+    some = windows if windows and narrow else size * _adjacent(runs, 3)
+    stays = windows
     if count > 1:
         stays += sums if fixed and plan.dp > 1 else whole
     received = size * _adjacent([run for run in runs if run.ways > 1], 2)
     largest = compute * max(run.largest for run in runs)  # a gradient as autograd made it
     yield stays, activations, logits, 0
     kept = compute * (tokens + math.ceil(cfg.vocab_size / plan.tp)) * cfg.hidden_size if logits else 0
-    there = windows or (count > 1 and not fixed)  # room for what is written now
+    there = (windows and narrow) or (count > 1 and not fixed)  # room for what is written now
     yield stays + (0 if there else some) + largest, activations, kept, received
     in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
     last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
     yield last + some + largest, activations // max(1, layers), 0, received
+
+
+def _is_narrow(config: Config, plan: ParallelPlan) -> bool:
+    """Whether gradients travel in bf16 (`share.travels_narrow`)."""
+    alone = config.run.reproducible == "plan" or micro_batching(config, plan)[0] == 1
+    return config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and alone
+
+
+def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:
+    """Bytes of the memory that bf16 gradients leave from, three units at a time, on GPUs that reach each other."""
+    if config.train.precision != "bf16" or plan.dp == 1 or plan.zero == 0 or plan.pp > 1:
+        return 0
+    return 2 * _buffers(runs, 3) if device == "cuda" and plan.transport != "library" else 0
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -379,9 +393,12 @@ def _attention_bytes(
     return kept + 4 * N * H
 
 
-def _logits(tokens: int, vocab: int, hidden: int, compute: int, device: str) -> int:
-    """A piece of logits (on a CPU with its fp32 copy and gradient), the gradient of the hidden states, and the weight's
-    in fp32 and rounded."""
+def _logits(tokens: int, vocab: int, hidden: int, compute: int, device: str, lent: int) -> int:
+    """A piece of logits (on a CPU with its fp32 copy and gradient), unless it fits in the memory that is lent; then the
+    gradient of the weight rounded; beside either that gradient in fp32, and that of the hidden states."""
     rows = min(tokens, 1 << max(0, (LOSS_PIECE // vocab).bit_length() - 1))
-    work = compute if device == "cuda" else compute + 8
-    return rows * vocab * work + tokens * hidden * compute + vocab * hidden * (4 + (compute if compute < 4 else 0))
+    piece = rows * vocab * (compute if device == "cuda" else compute + 8)
+    if lent >= min(1024, tokens) * vocab * compute:
+        piece = 0
+    rounded = vocab * hidden * compute if compute < 4 else 0
+    return max(piece, rounded) + tokens * hidden * compute + vocab * hidden * 4
