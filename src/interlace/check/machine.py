@@ -18,7 +18,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ import triton
 from greenlet import greenlet
 from torch.overrides import TorchFunctionMode
 
-from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock, Conflict, Knowledge, Shadow
+from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock, Knowledge, Shadow
 from interlace.symmetric.interpreter import Access, Atomic, Launch
 
 SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
@@ -365,7 +365,7 @@ class Machine:
         for region, at in parts:
             self.touch(fiber, region, at, write, LANE, scope, event, read=True)
         for address in what.addresses:
-            self._observe(fiber, int(address), event, what.sem, scope)
+            self._observe(fiber, int(address), event, what.sem, scope, write)
         if write:
             self._publish(fiber, what, event, befores, afters)
         if write and befores != afters:
@@ -377,7 +377,9 @@ class Machine:
                 fiber.polls[-1].wanted = ("==", int(np.asarray(what.wanted).ravel()[0]))
         return made
 
-    def _observe(self, fiber: Fiber, address: int, event: int, sem: str, scope: int) -> None:
+    def _observe(
+        self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False
+    ) -> None:
         """What reading a word teaches a fiber."""
         word = self.words.get(address)
         if word is None:
@@ -393,7 +395,7 @@ class Machine:
                     fiber.fenced = clock.copy() if fiber.fenced is None else np.maximum(fiber.fenced, clock)
         if word.history:
             last = word.history[-1]
-            last.seen = last.seen or last.fiber is not fiber
+            last.seen = last.seen or (last.fiber is not fiber and not write)
             why = "" if reached else self._why_not(last, fiber, acquires, scope)
             fiber.seen[last.fiber.number] = fiber.waits[address] = Seen(reached, why, event, last)
 
@@ -489,13 +491,11 @@ class Machine:
         shadow, knows = region.shadow, fiber.knows
         clock = knows.proxy if proxy else knows.now
         conflict = shadow.check(at, clock, write, kind, fiber.rank, self.rank_of)
-        if conflict is not None:
+        if conflict is not None and self.dead is None:  # after a rank has stopped only ends of waits are judged
             if proxy and shadow.check(at, knows.now, write, kind, fiber.rank, self.rank_of) is None:
-                conflict = Conflict(
-                    conflict.index, conflict.component, conflict.event, conflict.earlier_is_write, False, True
-                )
+                conflict = replace(conflict, scopes=False, proxy=True)
             raise Found(
-                "race", region=region, index=int(at[conflict.index]), conflict=conflict, event=event, write=write
+                "race", region=region, index=int(at[conflict.index]), conflict=conflict, event=event, write=write, strength=kind
             )
         mine = knows.first + component
         if (not write or read) and not shadow.written[at].all() and not region.freed:

@@ -86,6 +86,7 @@ class Conflict:
     component: int
     event: int
     earlier_is_write: bool
+    earlier_kind: int  # how strong it is
     scopes: bool  # both are atomics, but a scope is too narrow
     proxy: bool = False  # ordered for ordinary loads, not for a descriptor's
 
@@ -121,7 +122,7 @@ class Shadow:
                 index = int(late.argmax())
                 earlier = self.write_kind[at][index]
                 event = int(self.write_event[at][index])
-                return Conflict(index, int(component[index]), event, True, bool(earlier and kind))
+                return Conflict(index, int(component[index]), event, True, int(earlier), bool(earlier and kind))
         if write:
             component = self.reader[at]
             late = knows[component] < self.read_time[at]
@@ -131,7 +132,7 @@ class Shadow:
                     index, slot = (int(i) for i in np.unravel_index(late.argmax(), late.shape))
                     earlier = self.read_kind[at][index, slot]
                     event = int(self.read_event[at][index, slot])
-                    return Conflict(index, int(component[index, slot]), event, False, bool(earlier and kind))
+                    return Conflict(index, int(component[index, slot]), event, False, int(earlier), bool(earlier and kind))
         return None
 
     @staticmethod

@@ -7,7 +7,7 @@ import linecache
 from dataclasses import dataclass, field
 
 from interlace.check.machine import Fiber, Found, Machine, Region, Seen, Signal
-from interlace.check.order import BLOCK, PROXY
+from interlace.check.order import BLOCK, LANE, PROXY, Conflict
 
 KINDS = (
     "data race",
@@ -60,6 +60,9 @@ class Report:
         return "\n".join(lines)
 
 
+Cause = tuple[str, str, tuple[Step, ...]]  # kind, sentence, further steps
+
+
 def explain(machine: Machine, found: Found) -> Report:
     """The report of what ended a schedule."""
     facts = found.facts
@@ -87,7 +90,9 @@ def step(machine: Machine, event: int, of: str = "") -> Step:
 # --- races -----------------------------------------------------------------------------------------------------------
 
 
-def _race(machine: Machine, region: Region, index: int, conflict, event: int, write: bool) -> Report:
+def _race(
+    machine: Machine, region: Region, index: int, conflict: Conflict, event: int, write: bool, strength: int
+) -> Report:
     name = region.element(region.begin + index * region.size)
     steps = (step(machine, conflict.event, name), step(machine, event, name))
     earlier, later = machine.events[conflict.event][0], machine.events[event][0]
@@ -105,16 +110,54 @@ def _race(machine: Machine, region: Region, index: int, conflict, event: int, wr
             "call admit_descriptors() between them.",
             steps,
         )
-    kind, cause, more = _cause(machine, earlier, later, conflict, event, write)
-    return Report(kind, f"{name}: {cause}", (*steps, *more))
+    wiped = _wiped(steps, conflict, strength, write)
+    if wiped:
+        return Report("lost signal", f"{name}: {wiped}", steps)
+    mixed = _mixed(steps, conflict, strength, write)
+    if mixed:
+        return Report("wrong order", f"{name}: {mixed}", steps)
+    fault, cause, more = _cause(machine, earlier, later, conflict, event, write)
+    return Report(fault, f"{name}: {cause}", (*steps, *more))
 
 
-def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict, event: int, write: bool):
+def _wiped(steps: tuple[Step, Step], conflict: Conflict, strength: int, write: bool) -> str:
+    """A word that the host program writes while a signal may be on its way."""
+    plain = steps[0] if not conflict.earlier_kind else steps[1]
+    is_write = conflict.earlier_is_write if not conflict.earlier_kind else write
+    if bool(conflict.earlier_kind) == bool(strength) or not plain.what.startswith(("torch", "copy")) or not is_write:
+        return ""
+    return (
+        f"the write at line {plain.line} may wipe a signal, since nothing orders it before the signal; zero words before "
+        "anybody is given them, as heap.signals() and heap.zeros() do."
+    )
+
+
+def _mixed(steps: tuple[Step, Step], conflict: Conflict, kind: int, write: bool) -> str:
+    """A single word used by an atomic or a volatile load on one side and plainly on the other."""
+    if bool(conflict.earlier_kind) == bool(kind) or (conflict.component % 3 != LANE and not conflict.earlier_kind):
+        return ""
+    plain, is_write = (steps[0], conflict.earlier_is_write) if kind else (steps[1], write)
+    if plain.what.startswith(("torch", "copy", "volatile")):
+        return ""
+    if is_write:
+        return (
+            f"the plain store at line {plain.line} is no signal: nothing comes before it for who polls the word; use "
+            'tl.atomic_xchg(..., sem="release", scope="sys") after tl.debug_barrier().'
+        )
+    return (
+        f"the plain load at line {plain.line} is no wait: it may be hoisted, and orders nothing; poll with "
+        'tl.atomic_add(word, 0, sem="acquire", scope="sys").'
+    )
+
+
+def _cause(
+    machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, event: int, write: bool
+) -> Cause:
     """Kind, sentence and further steps of a race."""
     seen = later.seen.get(earlier.number)
     component = (conflict.component - earlier.knows.first) % 3
     if seen is not None and not seen.learned and seen.why:
-        return _unlearned(machine, seen, conflict)
+        return _unlearned(machine, seen)
     if seen is not None and seen.learned:
         signal = step(machine, seen.signal.event)
         if conflict.event > seen.signal.event and earlier.kind == "program":
@@ -141,6 +184,13 @@ def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict, event: int,
     reused = _reused(machine, earlier, later)
     if reused is not None:
         return reused
+    if conflict.earlier_is_write and not write and _came_late(earlier, later):
+        return (
+            "buffer reused",
+            f"{later} was told by rank {earlier.rank} that the element is there, but {earlier} has overwritten it while "
+            "it may still be read; let the reader signal that it has, or write to another buffer in turn.",
+            (),
+        )
     if not conflict.earlier_is_write and write and _is_reuse(machine, earlier, later):
         return (
             "buffer reused",
@@ -157,7 +207,7 @@ def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict, event: int,
     return "data race", f"{reason}; signal after the first access, and wait for that signal before the second.", ()
 
 
-def _unlearned(machine: Machine, seen: Seen, conflict):
+def _unlearned(machine: Machine, seen: Seen) -> Cause:
     signal, wait = step(machine, seen.signal.event), step(machine, seen.read)
     if seen.why == "scope":
         return (
@@ -176,7 +226,7 @@ def _unlearned(machine: Machine, seen: Seen, conflict):
     )
 
 
-def _reused(machine: Machine, earlier: Fiber, later: Fiber):
+def _reused(machine: Machine, earlier: Fiber, later: Fiber) -> Cause | None:
     """Whether one of the two passed a wait on a signal of another launch or another operation than the other's."""
     for waiter, other in ((later, earlier), (earlier, later)):
         if other.item is None or (waiter.rank == other.rank and waiter.kind != "program"):
@@ -205,6 +255,17 @@ def _reused(machine: Machine, earlier: Fiber, later: Fiber):
                     (step(machine, seen.signal.event), step(machine, seen.read)),
                 )
     return None
+
+
+def _came_late(writer: Fiber, reader: Fiber) -> bool:
+    """Whether the reader has waited for the writer's rank, and the writer is later work of that rank."""
+    return any(
+        seen.learned
+        and seen.signal.fiber.rank == writer.rank
+        and seen.signal.fiber.item is not writer.item
+        and seen.signal.fiber.number < writer.number
+        for seen in reader.seen.values()
+    )
 
 
 def _is_reuse(machine: Machine, reader: Fiber, writer: Fiber) -> bool:
@@ -275,11 +336,14 @@ def _lost(machine: Machine, sleepers: list[Fiber]) -> Report | None:
                 new = word.history[index + 1]
                 enough = old.after == want if how in ("==", "!=") else _reached(old.after, want, how)
                 if enough and new.after != old.after:
-                    return _lost_report(machine, fiber, name, old, new, poll, f"undoes the {old.after} it waits for")
-            sets = [each for each in word.history if each.operation in ("xchg", "store", "cas", "flag write")]
-            for old, new in itertools.pairwise(sets):
-                if not old.seen and old.fiber is not new.fiber and not _reached(new.after, want, how):
-                    return _lost_report(machine, fiber, name, old, new, poll, "replaces an earlier signal unseen")
+                    return _lost_report(machine, fiber, name, old, new, poll, f"goes past the {old.after} it waits for")
+            for old, new in itertools.pairwise(word.history):
+                if old.fiber is new.fiber or new.operation == "add" or _reached(new.after, want, how):
+                    continue
+                if new.before == new.after:
+                    return _lost_report(machine, fiber, name, old, new, poll, "sets what an earlier signal has set")
+                if not old.seen or _reached(new.before, new.after + 1, "<"):
+                    return _lost_report(machine, fiber, name, old, new, poll, "replaces an earlier signal")
     return None
 
 

@@ -229,10 +229,13 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     builder = interpreter.interpreter_builder
     descriptor = [False]  # set only between a descriptor operation and the load or store it makes
 
-    def load(pointers: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
+    def load(
+        pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
+    ) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        own = volatile or _word(cache) == "cv"
-        what = Access(_flat(pointers, mask), _size(pointers), False, own, proxy)
+        cache, eviction, volatile = cache_modifier, eviction_policy, is_volatile
+        uncached = volatile or _word(cache) == "cv"
+        what = Access(_flat(pointers, mask), _size(pointers), False, uncached, proxy)
         return watcher.access(
             what, lambda: kind.create_masked_load(builder, pointers, mask, other, cache, eviction, volatile)
         )
@@ -308,10 +311,10 @@ def _quicker() -> Any:
     unwrap, constexpr, nested = tl.core._unwrap_if_constexpr, tl.core.constexpr, (list, tuple, tl.core.tuple)
 
     def cached_np_dtype(kind: Any) -> Any:
-        if isinstance(kind, tl.pointer_type):
-            return np.dtype(np.uint64)
         if isinstance(kind, tl.block_type):
             kind = kind.element_ty
+        if isinstance(kind, tl.pointer_type):
+            return address
         found = kinds.get(kind)
         if found is None:
             found = kinds[kind] = np_dtype(kind)
@@ -329,7 +332,8 @@ def _quicker() -> Any:
         self.dtype = kind.element_ty if block else kind
 
     def initialise_block(self: Any, element: Any, shape: Any) -> None:
-        key = (element.name, *[unwrapped(n) for n in unwrapped(shape)])
+        values = shape.values if type(shape) is tl.core.tuple else shape
+        key = (element.name, *[n.value if type(n) is constexpr else n for n in values])
         found = blocks.get(key)
         if found is None:
             make_block(self, element, shape)
@@ -345,18 +349,61 @@ def _quicker() -> Any:
                 return left, right
         return check_types(self, left, right, *flags, **options)
 
+    def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+        if type(value) is tensor:
+            return value
+        if type(value) is not int:
+            return make_tensor(self, value, check_type)
+        found = numbers.get(value)
+        if found is None:
+            found = numbers[value] = make_tensor(self, value)
+        return found
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = (value, type(value), dtype)
+        found = numbers.get(key)
+        if found is None:
+            found = numbers[key] = make_constant(self, value, dtype)
+        return found
+
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        return (left, right) if left.shape is right.shape else make_alike(self, left, right)
+
+    def added(self: Any, left: Any, right: Any, sanitize_overflow: bool) -> Any:
+        """A pointer, or pointers, and offsets; the usual numbers of one shape."""
+        if type(right) is int and type(left) is tensor and left.dtype is not tl.int1:
+            right = constant(self, right, tl.int32) if abs(right) < 1 << 31 else right
+        if type(left) is tensor and type(right) is tensor:
+            if left.shape is right.shape:
+                if left.dtype is right.dtype and left.dtype in whole:
+                    made = self.builder.create_add if left.dtype is not tl.float32 else self.builder.create_fadd
+                    return tensor(made(left.handle, right.handle), left.type)
+                if right.dtype in offsets and left.dtype.is_ptr():
+                    return tensor(self.builder.create_addptr(left.handle, right.handle), left.type)
+            elif right.dtype in offsets and not left.shape.values and left.dtype.is_ptr():
+                made = self.builder.create_addptr(left.handle, right.handle)
+                return tensor(made, tl.core.block_type(left.dtype, right.shape))
+        return add(self, left, right, sanitize_overflow)
+
     def unwrapped(value: Any) -> Any:
         kind = type(value)
         if kind is constexpr:
             return value.value
         return unwrap(value) if kind in nested else value
 
-    whole = {tl.int32, tl.int64, tl.float32}
+    address = np.dtype(np.uint64)
+    whole, offsets, numbers = {tl.int32, tl.int64, tl.float32}, {tl.int32, tl.int64}, dict[Any, Any]()
+    make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
+    make_alike, add = semantic.broadcast_impl_value, semantic.add
     scope.set_attr(interpreter, "_get_np_dtype", cached_np_dtype)
     scope.set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
     scope.set_attr(tensor, "__init__", initialise)
     scope.set_attr(tl.core.block_type, "__init__", initialise_block)
     scope.set_attr(semantic, "binary_op_type_checking_impl", checked)
+    scope.set_attr(semantic, "to_tensor", to_tensor)
+    scope.set_attr(semantic, "scalar_constant", constant)
+    scope.set_attr(semantic, "broadcast_impl_value", broadcast)
+    scope.set_attr(semantic, "add", added)
     return scope
 
 
