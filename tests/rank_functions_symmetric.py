@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated; this module is only imported by ranks
 
 import torch
 
+from example_files import load
 from interlace import errors
 from interlace.launch import World
 from interlace.symmetric import SymmetricHeap, device
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "symmetric"
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def examples(world: World, names: list[str]) -> int:

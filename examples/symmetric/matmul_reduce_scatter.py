@@ -1,6 +1,6 @@
 """x @ w summed over ranks, each rank keeping its rows: tiles go to the owner of their rows as they are made.
 
-The rows of the next rank come first and the own last, so that the last tiles need no wire; the owner adds in rank order.
+The rows of the next rank come first and the own last, so that the last tiles need no wire; owners add in rank order.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The sum over ranks, everywhere: every rank sends all it has to all, and adds in rank order, so all get the same bits."""
+"""The sum over ranks, everywhere: every rank sends all it has to all, and all add in rank order: the same bits."""
 
 import torch
 import triton

@@ -23,7 +23,7 @@ def ring_shift(x, inbox, out, arrived, taken, epochs, count, heap, BLOCK: tl.con
     wait_until(taken + program, epoch, after, heap, "ring_shift")
 
 
-def launch(heap, rounds=3, programs=2, count=5):
+def launch(heap, rounds=3, programs=2, count=5, block=4):
     inbox = heap.empty((programs, count), name="inbox")
     arrived, taken = heap.signals(programs, "arrived"), heap.signals(programs, "taken")
     epochs = heap.signals(programs, "epochs")
@@ -31,7 +31,7 @@ def launch(heap, rounds=3, programs=2, count=5):
     out = torch.zeros_like(x)
     for _ in range(rounds):
         ring_shift[(programs,)](
-            x, inbox.local, out, arrived.local, taken.local, epochs.local, count, heap.context, BLOCK=4
+            x, inbox.local, out, arrived.local, taken.local, epochs.local, count, heap.context, block
         )
 
     def check():

@@ -1,12 +1,12 @@
-"""Signals that do not order what they should: missing release or acquire, narrow scopes, descriptors, order of lines."""
+"""Signals that do not order what they should: no release or acquire, narrow scopes, descriptors, order of lines."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-
 from bug import bug
+
 from interlace.symmetric.device import remote
 
 N = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
 from bug import bug
+
 from interlace.symmetric.device import my_rank, remote, signal, wait_until, world
 
 N = 4
@@ -46,7 +46,12 @@ def rounds(heap, numbers, equal):
     return lambda: torch.equal(out, x)
 
 
-@bug("ROCm/aiter#3928, vllm-project/vllm#46913", "reused signal", "launch 1 of round_of_the_host, not of launch 2", replays=4)
+@bug(
+    "ROCm/aiter#3928, vllm-project/vllm#46913",
+    "reused signal",
+    "launch 1 of round_of_the_host, not of launch 2",
+    replays=4,
+)
 def round_number_baked_into_a_graph(heap):
     return rounds(heap, [1], equal=True)
 

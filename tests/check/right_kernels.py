@@ -78,9 +78,7 @@ def pushed(heap, how, fenced=False, programs=2, calls=2):
     after, before = (heap.rank + 1) % heap.size, (heap.rank - 1) % heap.size
     for number in range(1, calls + 1):
         x = torch.arange(programs * N) + 100.0 * heap.rank + number
-        push[(programs,)](
-            x, inbox.addresses, flags.addresses, out, heap.rank, after, before, number, N, how, fenced
-        )
+        push[(programs,)](x, inbox.addresses, flags.addresses, out, heap.rank, after, before, number, N, how, fenced)
     return lambda: torch.testing.assert_close(out, torch.arange(programs * N) + 100.0 * before + calls)
 
 
@@ -216,8 +214,10 @@ def vector_of_flags(x, slots, flags, out, me, ranks, N: tl.constexpr, R: tl.cons
     words = tl.load(flags + lanes, mask=lanes < ranks, other=0).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(words + me, 1, mask=lanes < ranks, sem="release", scope="sys")  # a lane a peer
     mine = of(flags, me, tl.int32) + lanes
-    while tl.sum(tl.atomic_add(mine, 0, mask=lanes < ranks, sem="acquire", scope="sys"), axis=0) < ranks:
-        pass
+    here = tl.zeros([R], tl.int32)
+    while tl.sum(here, axis=0) < ranks:
+        found = tl.atomic_add(mine, 0, mask=lanes < ranks, sem="acquire", scope="sys")
+        here = tl.where(lanes < ranks, found, 0)
     tl.debug_barrier()
     total = tl.zeros([N], tl.float32)
     for peer in range(ranks):

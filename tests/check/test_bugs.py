@@ -22,5 +22,3 @@ def test_a_public_fault_is_reported_with_its_cause(name: str) -> None:
     assert set(kinds) <= set(KINDS)
     assert report.kind in kinds, report
     assert re.search(bug.words, " ".join(str(report).split())), report
-
-

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from example_files import NAMES
 from interlace.symmetric import SymmetricHeap
 
 RANKS = "rank_functions_symmetric"
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "symmetric"
 
 
 def test_memory_of_three_ranks(run_ranks: Callable[..., list[Any]]) -> None:
@@ -43,7 +43,9 @@ def test_a_wait_that_gives_up_names_the_peer(run_ranks: Callable[..., list[Any]]
     said = run_ranks(f"{RANKS}:late", 3)
     assert said[1] == ""
     for rank in (0, 2):
-        assert said[rank].startswith(f"Hang: rank {rank} waited 0.3")
+        waited = re.match(rf"Hang: rank {rank} waited ([\d.]+) s", said[rank])
+        assert waited is not None
+        assert float(waited[1]) >= 0.3
         assert "in late, program 0, for words[3] to reach 5, found 0: rank 1 has not signalled" in said[rank]
     for rank, text in enumerate(run_ranks(f"{RANKS}:late_stream", 2)):
         assert "in a stream, program 0, for words[2] to reach 7, found 0" in text
@@ -53,7 +55,7 @@ def test_a_wait_that_gives_up_names_the_peer(run_ranks: Callable[..., list[Any]]
 @pytest.mark.ranks
 def test_a_watchdog_ends_a_wait(run_ranks: Callable[..., list[Any]]) -> None:
     (said,) = run_ranks(f"{RANKS}:aborted", 1)
-    assert said.startswith("Hang: rank 0 waited 0.")
+    assert re.match(r"Hang: rank 0 waited \d\.", said)
 
 
 def test_one_process_without_groups() -> None:
@@ -67,6 +69,5 @@ def test_one_process_without_groups() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_examples_between_processes(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
-    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-    assert len(names) == 8
-    assert run_ranks(f"{RANKS}:examples", ranks, {"names": names}) == [8] * ranks
+    assert len(NAMES) == 8
+    assert run_ranks(f"{RANKS}:examples", ranks, {"names": NAMES}) == [8] * ranks

@@ -10,6 +10,7 @@ function runs between processes and on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -93,8 +94,15 @@ class Explorer:
     events: int = 0
     schedules: int = 0
     largest: int = 0  # programs of one rank in one kernel
-    cache: dict[Any, Any] = field(default_factory=dict)
     memory: torch.Tensor | None = None
+    told: _Told = field(default_factory=lambda: _Told())
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Explorer]:
+        """Kernels and torch operations inside go to the schedule that runs."""
+        with warnings.catch_warnings(), watched(self.told, {}), Operations(self.told.operation):
+            warnings.simplefilter("ignore")
+            yield self
 
     def run(self, settings: _Run) -> Report | None:
         """One schedule; None if nothing was found."""
@@ -119,14 +127,14 @@ class Explorer:
         checks: dict[int, Callable[[], object]] = {}
         heaps: dict[int, SymmetricHeap] = {}
         nothing = np.zeros(self.capacity, np.int32)
+        self.told.point(machine)
         try:
-            with warnings.catch_warnings(), watched(_Told(machine), self.cache), Operations(machine_operation(machine)):
-                warnings.simplefilter("ignore")
-                for host in hosts:
-                    body = self._body(host, checks, heaps)
-                    host.fiber = machine.start(host.rank, "host", "host", body, nothing)
-                machine.run()
-            self._after(machine, heaps, checks)
+            for host in hosts:
+                body = self._body(host, checks, heaps)
+                host.fiber = machine.start(host.rank, "host", "host", body, nothing)
+            machine.run()
+            with machine.undisturbed():
+                self._after(machine, heaps, checks)
         except Found as found:
             return self._say(machine, explain(machine, found), settings)
         finally:
@@ -199,27 +207,24 @@ class Explorer:
 
 
 class _Told:
-    """Passes what the interpreter tells on to the machine, and launches to the rank that makes them."""
+    """Passes what the interpreter and torch tell on to the machine that runs, launches to their rank."""
 
-    def __init__(self, machine: Machine) -> None:
+    def point(self, machine: Machine) -> None:
+        self._machine = machine
         self.access, self.atomic, self.barrier = machine.access, machine.atomic, machine.barrier
         self.ptx, self.compared = machine.ptx, machine.compared
-        self._machine = machine
 
     def launch(self, kernel: Any) -> None:
         fiber = self._machine.current
         assert fiber is not None
         self._machine.hosts[fiber.rank].launch(kernel)
 
-
-def machine_operation(machine: Machine) -> Callable[..., Any]:
-    def handle(mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        fiber = machine.current
-        if machine.internal or fiber is None or fiber.kind != "host":
+    def operation(self, mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        machine: Machine | None = getattr(self, "_machine", None)
+        fiber = machine.current if machine is not None else None
+        if machine is None or machine.internal or fiber is None or fiber.kind != "host":
             return function(*args, **kwargs)
         return machine.hosts[fiber.rank].operation(mode, function, args, kwargs)
-
-    return handle
 
 
 def explore(
@@ -254,17 +259,18 @@ def explore(
     found: list[Report] = []
     begin = time.process_time()
     notes: list[str] = []
-    for size in sizes:
-        for settings in _settings(explorer, size, schedules, seed, resident, stop):
-            report = _guarded(explorer, settings)
-            if report is not None and (report.kind, report.steps) not in [(r.kind, r.steps) for r in found]:
-                found.append(report)
+    with explorer.open():
+        for size in sizes:
+            for settings in _settings(explorer, size, schedules, seed, resident, stop):
+                report = _guarded(explorer, settings)
+                if report is not None and (report.kind, report.steps) not in [(r.kind, r.steps) for r in found]:
+                    found.append(report)
+                if len(found) >= most:
+                    break
             if len(found) >= most:
                 break
-        if len(found) >= most:
-            break
-        if resident is None and not stop and not found:
-            notes += _residency(explorer, size, schedules, seed)
+            if resident is None and not stop and not found:
+                notes += _residency(explorer, size, schedules, seed)
     explored = [
         f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
         f"{resident or 'all'} programs of a rank at once",
@@ -345,14 +351,15 @@ def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int 
     begin = time.process_time()
     found: list[Report] = []
     whole = True
-    for number, strategy in enumerate(exhaustive(preemptions)):
-        if number >= most_schedules:
-            whole = False
-            break
-        report = _guarded(explorer, _Run(2, strategy, number, f"schedule {number} of the exhaustive search"))
-        if report is not None:
-            found.append(report)
-            break
+    with explorer.open():
+        for number, strategy in enumerate(exhaustive(preemptions)):
+            if number >= most_schedules:
+                whole = False
+                break
+            report = _guarded(explorer, _Run(2, strategy, number, f"schedule {number} of the exhaustive search"))
+            if report is not None:
+                found.append(report)
+                break
     what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
     return Verdict(
         getattr(launch, "__name__", "launch"), (2,), explorer.schedules, explorer.events, time.process_time() - begin,

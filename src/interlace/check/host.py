@@ -179,12 +179,16 @@ class Host(Fabric):
         self.item(launch.name, bodies, launch)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.machine.register(target, "copy target", self.rank)
+        self.machine.register(source, "copy source", self.rank)
         self.item("copy", [lambda: self._copy(target, source)])
 
     def write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:
+        self.machine.register(flag, "flag", self.rank)
         self.item("flag write", [lambda: self._write(flag, value)])
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int, context: torch.Tensor) -> None:
+        self.machine.register(flag, "flag", self.rank)
         self.item("flag wait", [lambda: self._wait(flag, value)])
 
     def event(self) -> Event:

@@ -377,9 +377,7 @@ class Machine:
                 fiber.polls[-1].wanted = ("==", int(np.asarray(what.wanted).ravel()[0]))
         return made
 
-    def _observe(
-        self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False
-    ) -> None:
+    def _observe(self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False) -> None:
         """What reading a word teaches a fiber."""
         word = self.words.get(address)
         if word is None:
@@ -495,7 +493,13 @@ class Machine:
             if proxy and shadow.check(at, knows.now, write, kind, fiber.rank, self.rank_of) is None:
                 conflict = replace(conflict, scopes=False, proxy=True)
             raise Found(
-                "race", region=region, index=int(at[conflict.index]), conflict=conflict, event=event, write=write, strength=kind
+                "race",
+                region=region,
+                index=int(at[conflict.index]),
+                conflict=conflict,
+                event=event,
+                write=write,
+                strength=kind,
             )
         mine = knows.first + component
         if (not write or read) and not shadow.written[at].all() and not region.freed:

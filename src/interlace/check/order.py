@@ -132,7 +132,9 @@ class Shadow:
                     index, slot = (int(i) for i in np.unravel_index(late.argmax(), late.shape))
                     earlier = self.read_kind[at][index, slot]
                     event = int(self.read_event[at][index, slot])
-                    return Conflict(index, int(component[index, slot]), event, False, int(earlier), bool(earlier and kind))
+                    return Conflict(
+                        index, int(component[index, slot]), event, False, int(earlier), bool(earlier and kind)
+                    )
         return None
 
     @staticmethod

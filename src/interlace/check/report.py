@@ -127,8 +127,8 @@ def _wiped(steps: tuple[Step, Step], conflict: Conflict, strength: int, write: b
     if bool(conflict.earlier_kind) == bool(strength) or not plain.what.startswith(("torch", "copy")) or not is_write:
         return ""
     return (
-        f"the write at line {plain.line} may wipe a signal, since nothing orders it before the signal; zero words before "
-        "anybody is given them, as heap.signals() and heap.zeros() do."
+        f"the write at line {plain.line} may wipe a signal, since nothing orders it before the signal; zero words "
+        "before anybody is given them, as heap.signals() and heap.zeros() do."
     )
 
 
@@ -150,9 +150,7 @@ def _mixed(steps: tuple[Step, Step], conflict: Conflict, kind: int, write: bool)
     )
 
 
-def _cause(
-    machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, event: int, write: bool
-) -> Cause:
+def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, event: int, write: bool) -> Cause:
     """Kind, sentence and further steps of a race."""
     seen = later.seen.get(earlier.number)
     component = (conflict.component - earlier.knows.first) % 3
@@ -187,8 +185,8 @@ def _cause(
     if conflict.earlier_is_write and not write and _came_late(earlier, later):
         return (
             "buffer reused",
-            f"{later} was told by rank {earlier.rank} that the element is there, but {earlier} has overwritten it while "
-            "it may still be read; let the reader signal that it has, or write to another buffer in turn.",
+            f"{later} was told by rank {earlier.rank} that the element is there, but {earlier} has overwritten it "
+            "while it may still be read; let the reader signal that it has, or write to another buffer in turn.",
             (),
         )
     if not conflict.earlier_is_write and write and _is_reuse(machine, earlier, later):
@@ -212,8 +210,8 @@ def _unlearned(machine: Machine, seen: Seen) -> Cause:
     if seen.why == "scope":
         return (
             "wrong scope",
-            f'the signal at line {signal.line} and the wait at line {wait.line} lack scope="sys" on one side, so a rank '
-            "learns nothing from it.",
+            f'the signal at line {signal.line} and the wait at line {wait.line} lack scope="sys" on one side, so a '
+            "rank learns nothing from it.",
             (signal, wait),
         )
     side, line, word = (

@@ -83,7 +83,7 @@ def _act(word: str) -> int:
 def install() -> None:
     """Lets this process interpret the primitives, and Triton's own functions though it was imported before the switch.
 
-    (tl.cdiv and others are decorated when Triton is imported, which torch may have done before TRITON_INTERPRET was set.)
+    (tl.cdiv and others are decorated when Triton is imported, maybe by torch and before TRITON_INTERPRET was set.)
     """
     if "create_inline_asm" not in vars(interpreter.interpreter_builder):
         interpreter.interpreter_builder.create_inline_asm = inline_asm(_act)
@@ -229,9 +229,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     builder = interpreter.interpreter_builder
     descriptor = [False]  # set only between a descriptor operation and the load or store it makes
 
-    def load(
-        pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
-    ) -> Any:
+    def load(pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool) -> Any:
         proxy, descriptor[0] = descriptor[0], False
         cache, eviction, volatile = cache_modifier, eviction_policy, is_volatile
         uncached = volatile or _word(cache) == "cv"
@@ -293,8 +291,8 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         "create_descriptor_store": descriptor_store,
         "create_atomic_rmw": rmw,
         "create_atomic_cas": cas,
-        "create_barrier": watcher.barrier,
-        "create_inline_asm": inline_asm(watcher.ptx),
+        "create_barrier": lambda: watcher.barrier(),
+        "create_inline_asm": inline_asm(lambda word: watcher.ptx(word)),
         "create_sub": subtract,
         **{f"create_icmp{name}": compare(f"create_icmp{name}", how) for name, how in COMPARED.items()},
     }

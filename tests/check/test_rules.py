@@ -1,0 +1,368 @@
+"""One planted fault for every rule of the checker itself, and what a report must hold."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import bugs_order  # noqa: F401 - registers
+import bugs_protocol  # noqa: F401
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from bug import BUGS
+from right_kernels import RIGHT
+
+import interlace
+from interlace.check import explore, explore_all
+from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.errors import ConfigError
+from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
+
+N = 4
+FILE = str(Path(__file__).resolve())
+
+
+def line_of(text: str) -> int:
+    """The number of the only line of this file that ends so."""
+    (found,) = [n for n, line in enumerate(Path(FILE).read_text().splitlines(), 1) if line.endswith(text)]
+    return found
+
+
+# --- clocks and elements ---------------------------------------------------------------------------------------------
+
+
+def fiber(number: int, now: np.ndarray | None = None) -> Knowledge:
+    return Knowledge(3 * number, np.zeros(12, np.int32) if now is None else now.copy())
+
+
+RANK_OF = np.array([-1] * 3 + [0] * 3 + [1] * 3 + [1] * 3)
+
+
+def write(shadow: Shadow, by: Knowledge, component: int = LANE, kind: int = PLAIN) -> None:
+    mine = by.first + component
+    shadow.note_write(np.array([0]), mine, int(by.now[mine]), 7, kind)
+
+
+def checked(shadow: Shadow, by: Knowledge, is_write: bool = False, kind: int = PLAIN, rank: int = 1):
+    return shadow.check(np.array([0]), by.now, is_write, kind, rank, RANK_OF)
+
+
+def test_a_write_is_ordered_by_what_was_published_and_by_nothing_else() -> None:
+    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
+    write(shadow, writer)
+    conflict = checked(shadow, reader)
+    assert (conflict.event, conflict.earlier_is_write, conflict.component) == (7, True, 3)
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is None
+    write(shadow, writer)  # after the release
+    assert checked(shadow, reader) is not None
+
+
+def test_a_block_is_covered_only_after_a_barrier() -> None:
+    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
+    write(shadow, writer, BLOCK)
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is not None
+    writer.barrier()
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is None
+
+
+def test_every_concurrent_reader_is_remembered() -> None:
+    shadow, readers, writer = Shadow(1, True), [fiber(1), fiber(2)], fiber(3)
+    for reader in readers * 2:
+        first = reader.first
+        shadow.note_read(np.array([0]), first, int(reader.now[first]), 5, PLAIN, reader.now)
+    for reader in readers:
+        conflict = checked(shadow, writer, is_write=True)
+        assert not conflict.earlier_is_write
+        writer.learn(reader.published(True))
+    assert checked(shadow, writer, is_write=True) is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "rank", "races"),
+    [(SYS, SYS, 1, False), (GPU, SYS, 1, True), (SYS, GPU, 1, True), (GPU, GPU, 0, False), (PLAIN, SYS, 0, True)],
+)
+def test_atomics_race_unless_their_scopes_include_each_other(earlier: int, later: int, rank: int, races: bool) -> None:
+    shadow, writer = Shadow(1, True), fiber(1)
+    write(shadow, writer, LANE, earlier)
+    conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank)
+    assert (conflict is not None) is races
+
+
+def test_an_element_that_is_accessed_in_parts_keeps_its_history() -> None:
+    shadow, writer = Shadow(2, False), fiber(1)
+    write(shadow, writer)
+    shadow.refine(4)
+    assert checked(shadow, fiber(2)) is not None
+    assert shadow.written.tolist() == [True] * 4 + [False] * 4
+
+
+# --- what reports hold -----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def racing(x, out, after, heap, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(remote(x, after, heap) + at, at.to(tl.float32))  # the write
+    tl.store(out + at, tl.load(x + at))  # the read
+
+
+def race(heap):
+    x, out = heap.zeros((2, N), name="buffer"), torch.zeros(N)
+    racing[(1,)](x.local[1], out, (heap.rank + 1) % heap.size, heap.context, N)
+
+
+def test_a_race_names_buffer_index_ranks_programs_and_both_lines_and_its_seed_repeats_it() -> None:
+    (report,) = explore(race, ranks=3, schedules=9, seed=5).reports
+    assert report.kind == "data race"
+    assert re.match(
+        r"rank \d buffer\[1, 0\]: rank \d racing program 0 reads it without waiting for rank \d", report.message
+    )
+    assert {(step.file, step.line) for step in report.steps} == {
+        (FILE, line_of("# the write")),
+        (FILE, line_of("# the read")),
+    }
+    assert "store of rank" in str(report)
+    again = explore(race, ranks=report.ranks, schedules=1, seed=report.seed).reports
+    assert again == (report,)
+    assert len({str(explore(race, ranks=3, schedules=9, seed=5).reports[0]) for _ in range(5)}) == 1
+
+
+@triton.jit
+def waits(flag, heap):
+    wait_until(flag + 2, 3, 1 - my_rank(heap), heap, "waits")  # the wait
+
+
+def test_a_deadlock_tells_who_waits_for_what_and_who_could_help() -> None:
+    def launch(heap):
+        flag = heap.zeros(4, torch.int32, name="flag")
+        if heap.rank == 0:
+            waits[(1,)](flag.local, heap.context)
+
+    (report,) = explore(launch, ranks=2, schedules=3).reports
+    assert report.kind == "deadlock"
+    text = str(report)
+    assert "rank 0 flag[2], found 0, wanted at least 3" in text
+    assert "rank 0 flag[2] was never signalled; nobody is left who could" in text
+    assert f"{FILE}:{line_of('# the wait')}:" in text
+
+
+@triton.jit
+def beyond(x, count, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, at.to(tl.float32), mask=at < count)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_out_of_bounds_by_one(count: int) -> None:
+    def launch(heap):
+        beyond[(1,)](heap.empty(3, name="short").local, count, N)
+
+    verdict = explore(launch, ranks=1, schedules=1)
+    assert verdict.ok is (count == 3)
+    if count == 4:
+        assert "rank 0 short[3], behind the end of its 3 elements" in verdict.reports[0].message
+
+
+def test_freed_memory_is_out_of_bounds() -> None:
+    def launch(heap):
+        x = heap.zeros(N, name="x")
+        kept = x.local
+        heap.free(x)
+        beyond[(1,)](kept, N, N)
+
+    (report,) = explore(launch, ranks=2, schedules=1).reports
+    assert report.kind == "out of bounds"
+    assert "x[0], which was freed" in report.message
+
+
+def test_memory_nobody_wrote_is_told_from_memory_the_host_wrote() -> None:
+    def launch(heap, written=False):
+        x, out = heap.empty(N, name="x"), heap.empty(N, name="out")
+        if written:
+            x.local.fill_(1.0)
+        heap.copy(out.local, x.local)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert (report.kind, report.message[:26]) == ("read of unwritten memory", "rank 0 copy reads rank 0 x")
+    assert explore(lambda heap: launch(heap, True), ranks=1, schedules=1).ok
+
+
+def test_a_wrong_result_and_a_failing_program_are_reports() -> None:
+    def wrong(heap):
+        return lambda: torch.testing.assert_close(heap.zeros, 1) if False else False
+
+    assert [r.kind for r in explore(wrong, ranks=2, schedules=1).reports] == ["wrong result"]
+
+    def fails(heap):
+        heap.zeros(1 << 24, name="huge")
+
+    (report,) = explore(fails, ranks=2, schedules=1).reports
+    assert report.kind == "error"
+    assert "huge needs 67108864 bytes" in report.message
+
+
+# --- participants other than kernels ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def fill(x, value, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), tl.zeros([N], tl.float32) + value)
+
+
+def streams(heap, with_event, with_flag):
+    x, y = heap.zeros(N, name="x"), heap.zeros(N, name="y")
+    flag = heap.zeros(1, torch.int32, name="flag")
+    fill[(1,)](x.local, 1.0, N)
+    if with_event:
+        filled = heap.event()
+    if with_flag:
+        heap.write(flag.local, 1)
+    with heap.stream("side"):
+        if with_event:
+            filled.wait()
+        if with_flag:
+            heap.wait(flag.local, 1, heap.rank)
+        heap.copy(y.local, x.local)
+
+
+@pytest.mark.parametrize(("event", "flag"), [(True, False), (False, True), (False, False)])
+def test_a_copy_on_another_stream_needs_an_event_or_a_flag(event: bool, flag: bool) -> None:
+    verdict = explore(lambda heap: streams(heap, event, flag), ranks=1, schedules=20)
+    assert verdict.ok is (event or flag)
+    if not verdict.ok:
+        (report,) = verdict.reports
+        assert report.kind in ("data race", "buffer reused")
+        assert "copy from of rank 0 x[0]" in str(report)
+
+
+def test_kernels_of_one_stream_are_ordered_and_host_barriers_order_ranks() -> None:
+    def launch(heap, barrier=True):
+        x, out = heap.zeros(N, name="x"), torch.zeros(N)
+        fill[(1,)](x.local, 1.0, N)
+        fill[(1,)](x.local, 2.0, N)
+        if barrier:
+            heap.barrier()
+        heap.copy(out, x.peer((heap.rank + 1) % heap.size))
+        return lambda: torch.equal(out, torch.full((N,), 2.0))
+
+    assert explore(launch, ranks=3, schedules=10).ok
+    assert not explore(lambda heap: launch(heap, False), ranks=3, schedules=10).ok
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def rare(words, out):
+    """Goes wrong only if program 1 looks between the two writes of program 0."""
+    if tl.program_id(0) == 0:
+        tl.atomic_xchg(words, 1, sem="release", scope="sys")
+        tl.atomic_xchg(words + 1, 1, sem="release", scope="sys")
+    else:
+        first = tl.atomic_add(words, 0, sem="acquire", scope="sys")
+        second = tl.atomic_add(words + 1, 0, sem="acquire", scope="sys")
+        tl.store(out, first * 2 + second)
+
+
+def rarely(heap):
+    words, out = heap.zeros(2, torch.int32, name="words"), torch.zeros(1, dtype=torch.int32)
+    rare[(2,)](words.local, out)
+    return lambda: int(out) in (0, 3)
+
+
+def test_the_exhaustive_search_finds_what_needs_a_preemption_and_ends() -> None:
+    verdict = explore_all(rarely, preemptions=1, most_schedules=400)
+    assert [report.kind for report in verdict.reports] == ["wrong result"]
+
+    def fine(heap):
+        check = rarely(heap)
+        return lambda: check() or True
+
+    whole = explore_all(fine, preemptions=1, most_schedules=2000)
+    assert whole.ok
+    assert "all schedules with at most 1 preemptions" in str(whole)
+
+
+def test_residency_is_a_limit_when_given_and_a_note_when_not() -> None:
+    launch, bug = BUGS["consumers_hold_the_places_producers_need"]
+    verdict = explore(launch, ranks=1, schedules=10, nbytes=1 << 16)
+    assert verdict.ok
+    assert "1 ranks: " in str(verdict)
+    assert "of 8 programs of a rank at once" in str(verdict) or "needs all 8" in str(verdict)
+    assert not explore(launch, ranks=1, **bug.options).ok
+
+
+@triton.jit
+def epochs_of_device_memory(x, inbox, flag, taken, out, epochs, heap, N: tl.constexpr):
+    me, ranks = my_rank(heap), world(heap)
+    after, before = (me + 1) % ranks, (me + ranks - 1) % ranks
+    epoch = next_epoch(epochs)
+    put_signal(inbox, x, N, flag, epoch, after, heap, N)
+    wait_until(flag, epoch, before, heap)
+    tl.store(out + tl.arange(0, N), tl.load(inbox + tl.arange(0, N)))
+    signal(taken, epoch, before, heap)
+    wait_until(taken, epoch, after, heap)
+
+
+def test_epochs_in_memory_survive_replays_and_the_wrap_of_32_bits() -> None:
+    origins = set()
+
+    def launch(heap):
+        origins.add(heap.origin)
+        x, inbox, out = heap.zeros(N, name="x"), heap.zeros(N, name="inbox"), torch.zeros(N)
+        flag, taken, epochs = (heap.signals(1, name) for name in ("flag", "taken", "epochs"))
+        epochs_of_device_memory[(1,)](x.local, inbox.local, flag.local, taken.local, out, epochs.local, heap.context, N)
+
+    assert explore(launch, ranks=2, schedules=8, replays=5).ok
+    assert origins == {0, (1 << 31) - 2}
+
+
+def test_arguments_are_checked() -> None:
+    for options in ({"ranks": 0}, {"schedules": 0}, {"resident": 0}):
+        with pytest.raises(ConfigError, match="must be at least 1"):
+            explore(race, **options)
+    assert interlace.explore is explore
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch, triton, triton.language as tl\n"
+        "@triton.jit\n"
+        "def k(bufs, out, rank, world):\n"
+        "    p = tl.load(bufs + (rank + 1) % world).to(tl.pointer_type(tl.float32))\n"
+        "    tl.store(p, 1.0)\n"
+        "    mine = tl.load(bufs + rank).to(tl.pointer_type(tl.float32))\n"
+        "    tl.store(out, tl.load(mine))\n"
+        "def launch(heap):\n"
+        "    buf, out = heap.zeros(1, name='buf'), torch.zeros(1)\n"
+        "    k[(1,)](buf.addresses, out, heap.rank, heap.size)\n"
+    )
+    command = [sys.executable, "-m", "interlace", "check", f"{path}:launch", "--ranks", "2", "--schedules", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 5, done.stderr
+    assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
+    assert f"{path}:7: tl.store(out, tl.load(mine))" in done.stdout
+    assert "not seen:" in done.stdout
+    right = subprocess.run(
+        [*command[:4], f"{FILE}:rarely_named", "--ranks", "2"], capture_output=True, text=True, timeout=100
+    )
+    assert right.returncode == 2
+    assert "has no function rarely_named" in right.stderr
+
+
+def test_a_right_kernel_stays_right_without_the_rule_of_barriers() -> None:
+    assert explore(RIGHT["polled_by_adding_nothing"], ranks=2, schedules=4, barriers=False).ok
+    launch, _ = BUGS["release_by_one_thread_only"]
+    assert explore(launch, ranks=2, schedules=10, barriers=False).ok
