@@ -233,7 +233,8 @@ def _reused(machine: Machine, earlier: Fiber, later: Fiber) -> Cause | None:
             by = seen.signal.fiber
             if by.rank != other.rank or by.item is None or by is other or by.kind != "program":
                 continue
-            old = by.label == other.label and by.item.number < other.item.number
+            own = waiter.item.number if waiter.item is not None and waiter.label == by.label else other.item.number
+            old = by.label == other.label and by.item.number < min(own, other.item.number)
             foreign = by.label != other.label and by.item is not other.item and waiter.label == other.label
             if old or foreign:
                 whose = (

@@ -60,21 +60,27 @@ def remote(pointer, peer, heap):
 
 
 @triton.jit
+def _copy(target, source, count, BLOCK: tl.constexpr):
+    """Whole blocks without a mask, since a mask whose bound is not known to be aligned makes accesses narrow."""
+    lanes = tl.arange(0, BLOCK)
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        tl.store(target + start + lanes, tl.load(source + start + lanes))
+    if whole < count:
+        at = whole + lanes
+        tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
 def put(target, source, count, peer, heap, BLOCK: tl.constexpr):
     """Copies `count` elements from this rank's `source` to `peer`'s `target`, both addresses of this rank."""
-    there = remote(target, peer, heap)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(there + at, tl.load(source + at, mask=at < count), mask=at < count)
+    _copy(remote(target, peer, heap), source, count, BLOCK)
 
 
 @triton.jit
 def get(target, source, count, peer, heap, BLOCK: tl.constexpr):
     """Copies `count` elements from `peer`'s `source` to this rank's `target`, both addresses of this rank."""
-    there = remote(source, peer, heap)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(there + at, mask=at < count), mask=at < count)
+    _copy(target, remote(source, peer, heap), count, BLOCK)
 
 
 @triton.jit
