@@ -71,3 +71,11 @@ def test_one_process_without_groups() -> None:
 def test_the_examples_between_processes(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
     assert len(NAMES) == 8
     assert run_ranks(f"{RANKS}:examples", ranks, {"names": NAMES}) == [8] * ranks
+
+
+def test_a_subset_of_the_ranks_has_a_heap_of_its_own(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(f"{RANKS}:subgroup", 4) == [[], [0, 2], [], [1, 2]]
+
+
+def test_a_kernel_on_a_side_stream_keeps_its_place(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(f"{RANKS}:kernel_on_a_side_stream", 1) == [[3.0, 3.0, 3.0, 3.0, 2.0]]

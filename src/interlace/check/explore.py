@@ -177,7 +177,8 @@ class Explorer:
         }
         if machine.dead is not None:
             for rank, record in records.items():
-                if rank != machine.dead and record.peer != machine.dead and record.peer not in records:
+                others = records.keys() - {rank}  # who waits may itself be waited for
+                if rank != machine.dead and record.peer != machine.dead and record.peer not in others:
                     raise Found(
                         "no exit",
                         sleepers=[],

@@ -233,7 +233,7 @@ class Host(Fabric):
             for region, at in parts:
                 component = LANE if fiber.kind == "item" else BLOCK
                 machine.touch(fiber, region, at, write, component, kind, event)
-            befores = machine._befores(addresses, size) if write else {}
+            befores = machine._befores(addresses, size, parts) if write else {}
             if do is not None:
                 do()
         if write:

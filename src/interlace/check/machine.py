@@ -71,6 +71,7 @@ class Region:
     constant: bool = False  # never changes: reading is no event
     quiet: bool = False  # the heap's own words: no event either
     freed: bool = False
+    words: bool = False  # atomics use some of its elements
     waiting: dict[int, list[Fiber]] = field(default_factory=dict)  # by address
 
     def element(self, address: int, size: int | None = None) -> str:
@@ -325,7 +326,7 @@ class Machine:
         event = self.event(fiber, ("volatile " if what.volatile else "") + verb)
         for region, at in parts:
             self.touch(fiber, region, at, what.write, component, kind, event, proxy=what.proxy and not what.write)
-        befores = self._befores(what.addresses, what.size) if what.write else {}
+        befores = self._befores(what.addresses, what.size, parts) if what.write else {}
         made = do()
         if what.write:
             self.changed(fiber, parts, event)
@@ -340,9 +341,9 @@ class Machine:
             self.polled(fiber, parts[0][0], what.addresses, made, event)
         return made
 
-    def _befores(self, addresses: Any, size: int) -> dict[int, int]:
+    def _befores(self, addresses: Any, size: int, parts: list[tuple[Region, Any]]) -> dict[int, int]:
         """Values of those words among the addresses that atomics use."""
-        if not self.words or len(addresses) > 4096:
+        if not any(region.words for region, _ in parts):
             return {}
         return {int(a): peek(int(a), size) for a in addresses if int(a) in self.words}
 
@@ -368,6 +369,8 @@ class Machine:
             self._observe(fiber, int(address), event, what.sem, scope, write)
         if write:
             self._publish(fiber, what, event, befores, afters)
+            for region, _ in parts:
+                region.words = True
         if write and befores != afters:
             self.changed(fiber, parts, event)
         else:
