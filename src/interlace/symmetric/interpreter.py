@@ -395,6 +395,16 @@ def _quicker() -> Any:
                 return tensor(made, tl.core.block_type(left.dtype, right.shape))
         return add(self, left, right, sanitize_overflow)
 
+    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
+        """A builtin that is given the interpreter's semantics, without a wrapper around a wrapper."""
+        raw = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return raw(*args, **options)
+
+        changes.set_attr(owner, name, call)
+
     def unwrapped(value: Any) -> Any:
         kind = type(value)
         if kind is constexpr:
@@ -406,6 +416,7 @@ def _quicker() -> Any:
     make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
     make_alike, add = semantic.broadcast_impl_value, semantic.add
     scope.set_attr(interpreter, "_get_np_dtype", cached_np_dtype)
+    scope.set_attr(interpreter, "_patch_attr", patch)
     scope.set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
     scope.set_attr(tensor, "__init__", initialise)
     scope.set_attr(tl.core.block_type, "__init__", initialise_block)
