@@ -172,6 +172,33 @@ def test_out_of_bounds_by_one(count: int) -> None:
         assert "rank 0 short[3], behind the end of its 3 elements" in verdict.reports[0].message
 
 
+@pytest.mark.parametrize("back", [1, 60, 100])
+def test_before_the_first_tensor_lie_the_heaps_own_words_which_no_kernel_may_touch(back: int) -> None:
+    def launch(heap):
+        x = heap.zeros(4, name="first")
+        before[(1,)](x.local, back)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert (report.kind, "bytes before rank 0 first[0]" in report.message) == ("out of bounds", True)
+
+
+@triton.jit
+def before(x, back):
+    tl.store(x - back, 1.0)
+
+
+def test_stream_flags_wrap_too() -> None:
+    def launch(heap):
+        flag, x, y = heap.signals(1, "flag"), heap.zeros(N, name="x"), heap.zeros(N, name="y")
+        fill[(1,)](x.local, 1.0, N)
+        heap.write(flag.local, heap.origin + 4)
+        with heap.stream("side"):
+            heap.wait(flag.local, heap.origin + 3, heap.rank)
+            heap.copy(y.local, x.local)
+
+    assert explore(launch, ranks=1, schedules=9).ok
+
+
 def test_freed_memory_is_out_of_bounds() -> None:
     def launch(heap):
         x = heap.zeros(N, name="x")

@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.check.fiber import Strategy
 from interlace.check.host import Host
-from interlace.check.machine import Found, Grow, Machine, Operations, Strategy
+from interlace.check.machine import Grow, Machine, Operations
+from interlace.check.memory import Found
 from interlace.check.report import Report, Step, explain
 from interlace.check.schedules import NAMES, exhaustive, seeded
 from interlace.errors import ConfigError, Hang, InterlaceError, nearest
@@ -138,7 +140,7 @@ class Explorer:
         except Found as found:
             return self._say(machine, explain(machine, found), settings)
         finally:
-            self.events += machine.memory_events
+            self.events += len(machine.events)
             launches = [item for fiber in machine.fibers if (item := fiber.item) is not None]
             self.largest = max([self.largest, *(len(item.bodies) for item in launches if item.launch)])
             machine.close()

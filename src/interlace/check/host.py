@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch.overrides import _pop_mode, _push_mode
 
-from interlace.check.machine import Fiber, Item, Machine, Stream, peek
+from interlace.check.fiber import Fiber, Item, Stream
+from interlace.check.machine import Machine
+from interlace.check.memory import peek
 from interlace.check.order import BLOCK, LANE, PLAIN, Clock
 from interlace.errors import Hang
 from interlace.symmetric.fabric import Event, Fabric

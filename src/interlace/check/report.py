@@ -6,7 +6,9 @@ import itertools
 import linecache
 from dataclasses import dataclass, field
 
-from interlace.check.machine import Fiber, Found, Machine, Region, Seen, Signal
+from interlace.check.fiber import Fiber, Seen
+from interlace.check.machine import Machine
+from interlace.check.memory import Found, Region, Signal
 from interlace.check.order import BLOCK, LANE, PROXY, Conflict
 
 KINDS = (
@@ -250,7 +252,7 @@ def _reused(machine: Machine, earlier: Fiber, later: Fiber) -> Cause | None:
                 )
                 return (
                     "reused signal",
-                    f"{waiter} passed its wait on the signal of {whose}; {advice}.",
+                    f"{waiter} passed its wait on a stale flag, the signal of {whose}; {advice}.",
                     (step(machine, seen.signal.event), step(machine, seen.read)),
                 )
     return None
@@ -414,7 +416,7 @@ def _outside(machine: Machine, address: int, write: bool, count: int) -> Report:
     assert fiber is not None
     event = machine.event(fiber, "store" if write else "access")
     grave = next((each for each in machine.graves if each.begin <= address < each.end), None)
-    below = [region for region in machine.regions if region.end <= address]
+    below = [region for region in machine.regions if region.end <= address and not region.quiet]
     above = [region for region in machine.regions if region.begin > address]
     if grave is not None:
         where = f"{grave.element(address)}, which was freed"

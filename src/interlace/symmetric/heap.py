@@ -173,7 +173,7 @@ class SymmetricHeap:
 
     def _place(self, nbytes: int, name: str) -> int:
         """The lowest free offset: the same on every rank, since all allocate and free the same in one order."""
-        offset = HEAD
+        offset = HEAD + GAP
         for begin, tensor in sorted(self._tensors.items()):
             if offset + nbytes + GAP <= begin:
                 break
@@ -272,11 +272,11 @@ class SymmetricHeap:
         An int is written by the stream itself and must not be captured in a graph, whose replays would raise the old
         value again; a tensor of one int32 is read when its turn comes.
         """
-        self.fabric.write(_word(flag), value)
+        self.fabric.write(_word(flag), _number(value))
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int) -> None:
         """Later work on this stream begins when this rank's word, which `peer` raises, has reached `value`."""
-        self.fabric.wait(_word(flag), value, peer, self.context)
+        self.fabric.wait(_word(flag), _number(value), peer, self.context)
 
     def event(self) -> Event:
         """A mark in the current stream; `event.wait()` makes another stream wait for it."""
@@ -331,6 +331,11 @@ def _word(flag: torch.Tensor) -> torch.Tensor:
     if flag.numel() != 1 or flag.dtype != torch.int32:
         raise ConfigError(f"a flag is one int32 word, found {tuple(flag.shape)} of {flag.dtype}; index one word.")
     return flag
+
+
+def _number(value: int | torch.Tensor) -> int | torch.Tensor:
+    """An int wrapped into 32 bits, as words do."""
+    return value if isinstance(value, torch.Tensor) else (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _names() -> str:
