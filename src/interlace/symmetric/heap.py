@@ -125,7 +125,7 @@ class SymmetricHeap:
             "gave_up": head + GAVE_UP,
             "base": bases[self.rank],
         }
-        return [words[name] for name in CONTEXT] + bases
+        return [words[name] for name in CONTEXT] + [base - bases[self.rank] for base in bases]
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
