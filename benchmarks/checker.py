@@ -86,10 +86,8 @@ def main() -> None:
         explore(launch, ranks=options.ranks, schedules=1)  # rewrites the kernels
         verdict = explore(launch, ranks=options.ranks, schedules=options.schedules)
         assert verdict.ok, verdict
-        each = verdict.seconds / verdict.schedules
-        print(
-            f"| {name} | {verdict.events / verdict.schedules:.0f} | {each * 1e3:.1f} | {verdict.events / verdict.seconds:.0f} |"
-        )
+        each, rate = verdict.seconds / verdict.schedules, verdict.events / verdict.seconds
+        print(f"| {name} | {verdict.events / verdict.schedules:.0f} | {each * 1e3:.1f} | {rate:.0f} |")
 
 
 if __name__ == "__main__":

@@ -351,13 +351,33 @@ def _quicker() -> Any:
         self.element_ty = element
         self.shape, self.numel, self.name = found
 
+    def is_whole(kind: Any) -> bool:
+        return kind is tl.int32 or kind is tl.int64
+
+    def is_usual(kind: Any) -> bool:
+        return kind is tl.int32 or kind is tl.int64 or kind is tl.float32
+
     def checked(self: Any, left: Any, right: Any, *flags: Any, **options: Any) -> Any:
-        """Two scalars, or two blocks of one shape, of one of the usual types need no conversion."""
-        if isinstance(left, tensor) and isinstance(right, tensor):
-            alike = left.dtype is right.dtype and left.shape is right.shape
-            if alike and left.dtype in whole:
+        """Numbers of one usual type, some of them Python's, of one shape or one of them a scalar."""
+        if type(left) is int and type(right) is tensor and is_whole(right.dtype):
+            left = constant(self, left, right.dtype) if abs(left) < 1 << 31 else left
+        elif type(right) is int and type(left) is tensor and is_whole(left.dtype):
+            right = constant(self, right, left.dtype) if abs(right) < 1 << 31 else right
+        if type(left) is tensor and type(right) is tensor and left.dtype is right.dtype and is_usual(left.dtype):
+            if left.shape is right.shape:
                 return left, right
+            if not left.shape.values:
+                return spread(left, right), right
+            if not right.shape.values:
+                return left, spread(right, left)
         return check_types(self, left, right, *flags, **options)
+
+    def spread(scalar: Any, block: Any) -> Any:
+        data = np.full(block.handle.data.shape, scalar.handle.data, dtype=scalar.handle.data.dtype)
+        return tensor(interpreter.TensorHandle(data, scalar.dtype), block.type)
+
+    def cast(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
+        return value if value.dtype is kind else convert(self, value, kind, rounding)
 
     def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
         if type(value) is tensor:
@@ -385,12 +405,12 @@ def _quicker() -> Any:
             right = constant(self, right, tl.int32) if abs(right) < 1 << 31 else right
         if type(left) is tensor and type(right) is tensor:
             if left.shape is right.shape:
-                if left.dtype is right.dtype and left.dtype in whole:
+                if left.dtype is right.dtype and is_usual(left.dtype):
                     made = self.builder.create_add if left.dtype is not tl.float32 else self.builder.create_fadd
                     return tensor(made(left.handle, right.handle), left.type)
-                if right.dtype in offsets and left.dtype.is_ptr():
+                if is_whole(right.dtype) and left.dtype.is_ptr():
                     return tensor(self.builder.create_addptr(left.handle, right.handle), left.type)
-            elif right.dtype in offsets and not left.shape.values and left.dtype.is_ptr():
+            elif is_whole(right.dtype) and not left.shape.values and left.dtype.is_ptr():
                 made = self.builder.create_addptr(left.handle, right.handle)
                 return tensor(made, tl.core.block_type(left.dtype, right.shape))
         return add(self, left, right, sanitize_overflow)
@@ -412,7 +432,7 @@ def _quicker() -> Any:
         return unwrap(value) if kind in nested else value
 
     address = np.dtype(np.uint64)
-    whole, offsets, numbers = {tl.int32, tl.int64, tl.float32}, {tl.int32, tl.int64}, dict[Any, Any]()
+    numbers, convert = dict[Any, Any](), semantic.cast
     make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
     make_alike, add = semantic.broadcast_impl_value, semantic.add
     scope.set_attr(interpreter, "_get_np_dtype", cached_np_dtype)
@@ -425,6 +445,8 @@ def _quicker() -> Any:
     scope.set_attr(semantic, "scalar_constant", constant)
     scope.set_attr(semantic, "broadcast_impl_value", broadcast)
     scope.set_attr(semantic, "add", added)
+    scope.set_attr(semantic, "cast", cast)
+    scope.set_attr(interpreter.TensorHandle, "__post_init__", lambda handle: None)
     return scope
 
 
