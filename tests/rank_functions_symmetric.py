@@ -165,3 +165,12 @@ def kernel_on_a_side_stream(world: World) -> list[float]:
     found = [*out.local.tolist(), float(flag.local)]
     heap.close()
     return found
+
+
+def without_warnings(world: World) -> bool:
+    import warnings
+
+    with warnings.catch_warnings(), SymmetricHeap.opened(1 << 16) as heap:
+        warnings.simplefilter("error")
+        load("one_shot_all_reduce").launch(heap)()
+    return True

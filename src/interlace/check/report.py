@@ -119,7 +119,23 @@ def _race(
     if mixed:
         return Report("wrong order", f"{name}: {mixed}", steps)
     fault, cause, more = _cause(machine, earlier, later, conflict, event, write)
-    return Report(fault, f"{name}: {cause}", (*steps, *more))
+    reader = earlier if not conflict.earlier_is_write else later
+    notes = _waited(machine, reader) if fault == "data race" else ()
+    return Report(fault, f"{name}: {cause}", (*steps, *more), notes=notes)
+
+
+def _waited(machine: Machine, fiber: Fiber) -> tuple[str, ...]:
+    """What a fiber has waited for, in case it was for something else."""
+    notes = []
+    for address, seen in list(fiber.waits.items())[-4:]:
+        region = machine.find(address)
+        if region is not None and seen.learned and seen.signal.fiber is not fiber:
+            signal, read = step(machine, seen.signal.event), step(machine, seen.read)
+            notes.append(
+                f"{fiber} has waited for {region.element(address)} (line {read.line}), signalled by {signal.by} "
+                f"(line {signal.line})"
+            )
+    return tuple(notes)
 
 
 def _wiped(steps: tuple[Step, Step], conflict: Conflict, strength: int, write: bool) -> str:

@@ -96,6 +96,17 @@ def install() -> None:
             return made[self.fn](*args, **options)
 
         JITFunction.__call__ = call
+        interpreter._patch_lang_tensor = _scalars_as_bounds(interpreter._patch_lang_tensor)
+
+
+def _scalars_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
+    """`range(n)` over a number of the kernel: the interpreter's own way ends with NumPy 2.4, and warns before it."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patched
 
 
 @contextlib.contextmanager
@@ -437,6 +448,7 @@ def _quicker() -> Any:
     make_alike, add = semantic.broadcast_impl_value, semantic.add
     scope.set_attr(interpreter, "_get_np_dtype", cached_np_dtype)
     scope.set_attr(interpreter, "_patch_attr", patch)
+    scope.set_attr(interpreter, "_patch_lang_tensor", _scalars_as_bounds(interpreter._patch_lang_tensor))
     scope.set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
     scope.set_attr(tensor, "__init__", initialise)
     scope.set_attr(tl.core.block_type, "__init__", initialise_block)
