@@ -434,3 +434,31 @@ def test_after_a_rank_stops_a_record_that_names_a_wrong_peer_is_a_report() -> No
 
     (report,) = explore(launch, ranks=3, schedules=8, stop=True).reports
     assert (report.kind, report.message.count("names rank")) == ("no exit", 1)
+
+
+@triton.jit
+def reads_a_scalar(x, out, read, filled, heap, BARRIER: tl.constexpr):
+    other = 1 - my_rank(heap)
+    if my_rank(heap) == 0:
+        wait_until(filled, 1, other, heap)
+        value = tl.load(x)
+        if BARRIER:
+            tl.debug_barrier()
+        tl.atomic_xchg(remote(read, other, heap), 1, sem="release", scope="sys")
+        tl.store(out, value)
+    else:
+        tl.store(remote(x, other, heap), 1.0)
+        signal(filled, 1, other, heap)
+        wait_until(read, 1, other, heap)
+        tl.store(remote(x, other, heap), 2.0)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> None:
+    def launch(heap):
+        x, out = heap.empty(1, name="x"), heap.zeros(1, name="out")
+        read, filled = heap.zeros(1, torch.int32, name="read"), heap.zeros(1, torch.int32, name="filled")
+        reads_a_scalar[(1,)](x.local, out.local, read.local, filled.local, heap.context, barrier)
+
+    verdict = explore(launch, ranks=2, schedules=5)
+    assert [report.kind for report in verdict.reports] == ([] if barrier else ["missing barrier"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from example_files import NAMES
+from interlace.errors import ConfigError
 from interlace.symmetric import SymmetricHeap
 
 RANKS = "rank_functions_symmetric"
@@ -64,7 +65,16 @@ def test_one_process_without_groups() -> None:
     x = heap.zeros(3, name="x")
     heap.copy(x.local, x.peer(0) + 1)
     assert x.local.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ConfigError, match="x belongs to another heap"):
+        SymmetricHeap(1 << 14).free(x)
     heap.close()
+    with pytest.raises(ConfigError, match="x was freed"):
+        _ = x.local
+    with pytest.raises(ConfigError, match="the heap is closed"):
+        heap.zeros(1)
+    for options in ({"nbytes": 0}, {"timeout": 0.0}, {"device": "meta"}):
+        with pytest.raises(ConfigError):
+            SymmetricHeap(**options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

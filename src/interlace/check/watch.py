@@ -73,7 +73,7 @@ class Watch(Memory, ABC):
             return do()
         self.pause(fiber)
         single = len(what.addresses) == 1
-        component = PROXY if what.proxy and what.write else LANE if single else BLOCK
+        component = PROXY if what.proxy and what.write else LANE if single and what.write else BLOCK
         kind = SYS if what.volatile else PLAIN
         verb = f"{'descriptor ' if what.proxy else ''}{'store' if what.write else 'load'}"
         event = self.event(fiber, ("volatile " if what.volatile else "") + verb)

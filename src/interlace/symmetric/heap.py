@@ -154,6 +154,8 @@ class SymmetricHeap:
         return self.fabric.origin
 
     def _allocate(self, shape: int | Sequence[int], dtype: torch.dtype, name: str, fill: int | None) -> SymmetricTensor:
+        if not self.fabric.arenas:
+            raise ConfigError(f"allocating {name}: the heap is closed; allocate before close(), or make another heap.")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if dtype not in DTYPES or any(size < 0 for size in shape):
             raise ConfigError(f"{name}: shape {shape} of {dtype}; sizes are at least 0, and of types {_names()}.")
