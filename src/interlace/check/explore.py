@@ -342,7 +342,7 @@ def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list
     if explorer.largest > 1:
         needs = explorer.largest
         return [
-            f"{size} ranks: needs all {needs} programs of a rank at once where they may begin in any order; launch no more "
+            f"{size} ranks: needs all {needs} programs of a rank at once if these begin in any order; launch no more "
             "than the device holds"
         ]
     return []
