@@ -71,18 +71,6 @@ def _copy(target, source, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _copy(target, source, count, BLOCK: tl.constexpr):
-    """Whole blocks without a mask, since a mask whose bound is not known to be aligned makes accesses narrow."""
-    lanes = tl.arange(0, BLOCK)
-    whole = count // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
-        tl.store(target + start + lanes, tl.load(source + start + lanes))
-    if whole < count:
-        at = whole + lanes
-        tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)
-
-
-@triton.jit
 def put(target, source, count, peer, heap, BLOCK: tl.constexpr):
     """Copies `count` elements from this rank's `source` to `peer`'s `target`, both addresses of this rank."""
     _copy(remote(target, peer, heap), source, count, BLOCK)
