@@ -24,6 +24,7 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, ResourceError
 from interlace.parallel import norm as norms
 from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
@@ -455,10 +456,19 @@ class DataParallel(nn.Module):
 
                 flat.add = sum_rows
         arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
-        for found in (arriving, outboxes):
-            slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
-            for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
-                slot.window = window
+        try:
+            for found in (arriving, outboxes):
+                slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
+                for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                    slot.window = window
+        except ResourceError as error:  # of every rank alike
+            if transport == "copy":
+                raise
+            warnings.warn(f"gradients and weights travel by the library: {error}", stacklevel=2)
+            for flat in self.flats:
+                flat.outbox = flat.add = None
+                if flat.slot is not None:
+                    flat.slot.window = None
 
     def _register_hooks(self) -> None:
         for unit in self.units:
