@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -120,6 +121,8 @@ def without_memory(world: World) -> list[Any]:
             make_windows(group, [100])
         except ResourceError as error:
             said.append(error.message)
+    world.barrier("refused")
+    said.append(str(len(list(windows.SHARED.glob(f"interlace-{os.getpid()}-*")))))
     (made,) = make_windows(group, [4])  # and the next try has it
     made.own.fill_(group.rank)
     read = torch.zeros(4, dtype=torch.uint8)

@@ -36,7 +36,6 @@ def test_a_peer_that_does_not_come_is_named(run_ranks: Run) -> None:
 
 
 def test_memory_that_one_rank_lacks_is_refused_on_all(run_ranks: Run) -> None:
-    said = (
-        'no memory that peers read (rank 1: [Errno 28] No space left on device); free some, or use transport="library".'
-    )
-    assert run_ranks(f"{RANKS}:without_memory", 2) == [[said, [1] * 4], [said, [0] * 4]]
+    reason = "rank 1: [Errno 28] No space left on device"
+    said = f'no memory that peers read ({reason}); free some, or use transport="library".'
+    assert run_ranks(f"{RANKS}:without_memory", 2) == [[said, "0", [1] * 4], [said, "0", [0] * 4]]
