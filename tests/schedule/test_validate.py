@@ -57,6 +57,9 @@ LOWERED = str(lower(parse_csv("\n".join(GOOD)), 3)).replace("rank 0: ", "").repl
         (",0REDUCE", "", "rank 0 never runs 0REDUCE"),
         ("0B1,0RESHARD,0REDUCE", "0REDUCE,0B1,0RESHARD", "rank 0 runs 0REDUCE before all its gradients"),
         ("0B1,0RESHARD,0REDUCE", "0REDUCE1,0B1,0RESHARD", "rank 0 runs 0REDUCE1 before all its gradients"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE0", "rank 0 runs 0REDUCE0, found 2 micro-batches; reduce once"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE1,0REDUCE0", "rank 0 runs 0REDUCE1 0REDUCE0, found 2 micro-b"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE,0REDUCE1", "rank 0 runs 0REDUCE 0REDUCE1, found 2 micro-bat"),
         ("0SEND_F0", "0SEND_B0", "rank 0 runs 0SEND_B0, and there is no stage -1|before"),
     ],
 )

@@ -16,7 +16,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
 from interlace.plan.memory import estimate, gib, micro_batching
 from interlace.plan.share import micro_batch_count
-from interlace.plan.stages import layers_given, num_stages, stages_of, table_of
+from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
 from interlace.schedule import FORMS, read_csv, validate
 
 RECOMPUTE = ("none", "selective", "full")
@@ -212,6 +212,8 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
         for what, asked, found in (("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)):
             if asked != found:
                 return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
+        if fault := contradiction(table, plan.zero, _is_fixed(config)):
+            return f"asks for schedule={plan.schedule}, which {fault}"
     stages = num_stages(plan)
     if cfg.num_layers < stages:
         words = f"pp={plan.pp}" + (f" chunks={stages // plan.pp}" if stages > plan.pp else "")
@@ -220,7 +222,7 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
         stages_of(cfg, stages, config.data.sequence_length, layers_given(plan))
     except PlanError as error:
         return f"asks for {str(error).partition(': nearest')[0]}"
-    if config.train.compile and (form is None or table_of(plan, 2 * plan.pp).splits_backward):
+    if config.train.compile and splits_backward(plan):
         return (
             f"asks for schedule={plan.schedule}, which runs backward in two parts, with train.compile=true, whose "
             "compiled blocks run it in one"
