@@ -390,6 +390,14 @@ def test_what_pipelines_refuse(tmp_path: Path) -> None:
     check(tiny(f"pp=2 micro_batches=2 schedule={file}", "train.compile=true"), 2, available_axes=("dp", "pp"))
     message = refusal(tiny(f"pp=2 micro_batches=3 schedule={file}"), 2, axes=("dp", "pp"))
     assert f"asks for micro_batches=3, found micro_batches=2 in {file}" in message
+    assert f'"pp=2 schedule={file} micro_batches=2"' in message
+    message = refusal(tiny(f"pp=2 chunks=2 micro_batches=2 schedule={file}"), 2, axes=("dp", "pp"))
+    assert f"asks for chunks=2, found chunks=1 in {file}" in message
+    message = refusal(tiny(f"pp=2 micro_batches=2 schedule={file}", "model.num_layers=1"), 2, axes=("dp", "pp"))
+    assert message.endswith('"dp=2 micro_batches=2"')  # a schedule is a pipeline's
+    file.write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    message = refusal(tiny(f"pp=2 micro_batches=4 schedule={file}"), 2, axes=("dp", "pp"))
+    assert message.endswith(f'"pp=2 schedule={file} micro_batches=3"')
     message = refusal(tiny(f"pp=4 micro_batches=2 schedule={file}"), 4, axes=("dp", "pp"))
     assert f"asks for pp=4, found pp=2 in {file}" in message
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")

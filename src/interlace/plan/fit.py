@@ -209,7 +209,9 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
     if form is None:
         table = read_csv(plan.schedule)
         count = micro_batch_count(plan, config.train.global_batch, _is_fixed(config))
-        for what, asked, found in (("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)):
+        sizes = [("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)]
+        sizes += [("chunks", plan.chunks, table.stages // table.ranks)] if plan.chunks > 1 else []
+        for what, asked, found in sizes:
             if asked != found:
                 return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
         if fault := contradiction(table, plan.zero, _is_fixed(config)):
@@ -294,10 +296,12 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
         if pp > 1 and asked.transport == "copy":
             mesh = replace(mesh, transport="auto")
-        pipelines = {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, ""), ("1f1b", 1, "")}
-        fewer = min(asked.chunks, config.model_config().num_layers // pp)
-        pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
-        meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)] if pp > 1 else [mesh]
+        pipelines = {("1f1b", 1, "")}
+        if pp > 1:
+            pipelines |= {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, "")}
+            fewer = min(asked.chunks, config.model_config().num_layers // pp)
+            pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
+        meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)]
         for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
             yield replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
 
@@ -323,6 +327,8 @@ def _batchings(config: Config, dp: int) -> set[tuple[int, int]]:
         return {(1, size) for size in (asked.micro_batch_size, min(asked.micro_batch_size, config.train.global_batch))}
     least = max(1, config.train.global_batch // dp)
     counts = {1, least, min(asked.micro_batches, least)} | {1 << i for i in range(least.bit_length())}
+    if asked.pp > 1 and asked.schedule not in FORMS:
+        counts.add(read_csv(asked.schedule).micro_batches)
     return {(count, 0) for count in counts if count <= least} | {(asked.micro_batches, asked.micro_batch_size)}
 
 
