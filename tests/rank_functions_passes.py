@@ -39,7 +39,8 @@ def passes(world: World) -> None:
     for zero in range(4):
         for scenario in (
             twice_without_zero_grad, zero_grad_in_between, discarded, evaluated_in_between, dropped_forward,
-            failed_forward, failed_backward, evaluated_before_backward, two_forwards, changed_by_hand, inference_first, frozen_for_a_step,
+            failed_forward, failed_backward, evaluated_before_backward, two_forwards, changed_by_hand, inference_first,
+            frozen_for_a_step,
         ):  # fmt: skip
             reference = seeded(0, lambda: Odd(3))
             model = DataParallel(seeded(0, lambda: Odd(3)), group, zero=zero)
