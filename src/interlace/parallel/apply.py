@@ -36,8 +36,9 @@ def parallelize(
     """Splits `module` over the ranks of `mesh` and returns it wrapped; train it as the original.
 
         model = interlace.parallelize(module, zero=3)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())  # not the module's, which are views
         model(batch).mean().backward()
+        model.clip_grad_norm_(1.0)  # over all ranks; torch's own would see this rank's part
         optimizer.step()
 
     Args:
