@@ -91,9 +91,15 @@ class Decoder(nn.Module):
 
     `rows` is set where the residual stream is split: B T -> the range of those positions that is held here; between
     embedding and head x is then [1 rows D].
+
+    `pattern` and `all_labels` are set where each sequence is split: tokens, labels, positions and columns are then
+    those that are held here, documents those of the whole sequences.  `pattern` makes what the replaced cores of
+    attention read, and `all_labels` gives the labels of each whole sequence from those held here.
     """
 
     rows: Callable[[int], tuple[int, int]] | None = None
+    pattern: Callable[..., Any] = staticmethod(Pattern)
+    all_labels: Callable[[Tensor], Tensor] = staticmethod(lambda counts_B: counts_B)
 
     def __init__(
         self, cfg: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -139,7 +145,9 @@ class Decoder(nn.Module):
         """
         x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
         counts_B = (labels_BT != IGNORED).sum(dim=1)
-        return self.head(x_BTD, labels_BT, context) + self.router_loss(context, counts_B), counts_B.sum()
+        return self.head(x_BTD, labels_BT, context) + self.router_loss(
+            context, self.all_labels(counts_B)
+        ), counts_B.sum()
 
     def router_loss(self, context: Context, counts_B: Tensor) -> Tensor:
         """What the blocks that ran with this context add to the loss sum (see `loss`): an fp32 scalar.
@@ -181,7 +189,7 @@ class Decoder(nn.Module):
             samples_B=torch.arange(batch, device=device) if samples_B is None else samples_B.to(device),
             columns_T=columns_T,
             rotary=rotary_table(self.cfg, columns_T[None] if positions_BT is None else positions_BT),
-            patterns={window: Pattern(batch, length, device, documents_BT, window) for window in windows},
+            patterns={window: self.pattern(batch, length, device, documents_BT, window) for window in windows},
             dropout_key=dropout_key,
             rows=None if self.rows is None else self.rows(batch * length),
         )
