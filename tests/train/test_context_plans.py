@@ -73,7 +73,7 @@ def test_planted_faults_of_the_context_axis(run_ranks: Run, tmp_path: Path) -> N
         "keys_paid_twice": "gradient of blocks.0.attention.k.weight",
         "swapped_pieces": "loss of step 1",
         "causal_alone": "loss of step 2",
-        "mean_of_means": "loss of step 1",
+        "mean_of_means": "loss of step 2",
         "needless_sends": "bytes sent by all_to_all",
     }
     jobs = [(runs.config(tmp_path, "cp=2 exchange=ring", SMALL), fault) for fault in faults]
