@@ -125,3 +125,52 @@ def aborted(world: World) -> str:
     threading.Timer(0.2, heap.abort).start()
     device.await_flag[(1,)](words.local, 1, 0, heap.context, VALUE_IN_MEMORY=False, KERNEL="watched")
     return refused(heap.synchronize)
+
+
+def subgroup(world: World) -> list[Any]:
+    """A heap over ranks 1 and 3 of four, and one over all, at the same time."""
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 3])
+    found: list[Any] = []
+    whole = SymmetricHeap(1 << 16)
+    if world.rank in (1, 3):
+        heap = SymmetricHeap(1 << 16, group=group)
+        check = load("ring_shift").launch(heap)
+        heap.barrier()
+        check()
+        found = [heap.rank, heap.size]
+        heap.close()
+    check = load("all_to_all").launch(whole)
+    whole.barrier()
+    check()
+    whole.close()
+    return found
+
+
+def kernel_on_a_side_stream(world: World) -> list[float]:
+    """A kernel of a named stream begins after what that stream was given before."""
+    heap = SymmetricHeap(1 << 16)
+    x, out = heap.zeros(4, name="x"), heap.zeros(4, name="out")
+    flag = heap.signals(1, "flag")
+    with heap.stream("side"):
+        heap.wait(flag.local[0], 1, heap.rank)
+        heap.copy(x.local, torch.full((4,), 3.0))
+    heap.write(flag.local[0], 1)
+    with heap.stream("side"):
+        load("ring_shift")
+        device.raise_flag[(1,)](flag.local, 2, VALUE_IN_MEMORY=False)
+        heap.copy(out.local, x.local)
+    heap.synchronize()
+    found = [*out.local.tolist(), float(flag.local)]
+    heap.close()
+    return found
+
+
+def without_warnings(world: World) -> bool:
+    import warnings
+
+    with warnings.catch_warnings(), SymmetricHeap.opened(1 << 16) as heap:
+        warnings.simplefilter("error")
+        load("one_shot_all_reduce").launch(heap)()
+    return True

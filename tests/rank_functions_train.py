@@ -16,10 +16,12 @@ import torch
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
 from interlace.layout import split
-from interlace.parallel import data, flat, owed, tensor
+from interlace.parallel import data, flat, owed, stages, tensor
 from interlace.parallel import norm as norms
+from interlace.plan import stages as stage_plans
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
+from interlace.train import stages as staging
 from interlace.world import World
 
 
@@ -226,9 +228,9 @@ def drifting_replica(rank: int) -> Any:
     """(f) One replica's last update is off, which no loss shows any more."""
     plain = verify._collect
 
-    def collect(world: World, folder: str, name: str, tensors: Any) -> int:
+    def collect(world: World, folder: str, name: str, tensors: Any, stage: tuple[int, int]) -> int:
         bump = 1e-6 if rank == 1 and name == "weight-plan" else 0.0
-        return plain(world, folder, name, ((key, tensor + bump) for key, tensor in tensors))
+        return plain(world, folder, name, ((key, tensor + bump) for key, tensor in tensors), stage)
 
     return mock.patch.object(verify, "_collect", collect)
 
@@ -296,6 +298,33 @@ def masks_of_the_first_rows(rank: int) -> Any:
     return mock.patch.object(tensor.Axis, "rows", rows)
 
 
+def tie_left_out(rank: int) -> Any:
+    """(n) The two stages that share a weight do not add their gradients up."""
+    return mock.patch.object(stages, "all_reduce", lambda tensor, *rest, **options: Handle.done(tensor))
+
+
+def never_freed(rank: int) -> Any:
+    """(o) Stages stay whole under zero=3."""
+    return mock.patch.object(stages.StagedParallel, "_free", return_value=None)
+
+
+def counted_by_every_stage(rank: int) -> Any:
+    """(p) Labels are counted once for each stage."""
+    plain = staging.Staged.forward_backward
+
+    def forward_backward(self: Any, batches: Any, host: Any, *rest: Any) -> Any:
+        real, size = staging.all_gather, self.group.size
+        with mock.patch.object(staging, "all_gather", lambda t, *a, **o: real(t * size, *a, **o)):
+            return plain(self, batches, host, *rest)
+
+    return mock.patch.object(staging.Staged, "forward_backward", forward_backward)
+
+
+def one_stage_at_a_time(rank: int) -> Any:
+    """No fault but in the accounts: a rank has one stage whole at a time, and gathers again."""
+    return mock.patch.object(stage_plans, "lower", functools.partial(stage_plans.lower, keep=1))
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -313,5 +342,9 @@ FAULTS = {
         replicas_unpaid,
         bias_on_every_rank,
         masks_of_the_first_rows,
+        tie_left_out,
+        never_freed,
+        counted_by_every_stage,
+        one_stage_at_a_time,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 
 from interlace.collectives import Group, Meter, all_gather, make_groups, make_windows, reach, reduce_scatter
 from interlace.collectives import window as windows
-from interlace.errors import PeerLost
+from interlace.errors import PeerLost, ResourceError
 from interlace.mesh import Mesh
 from interlace.world import World
 
@@ -102,3 +104,28 @@ def missing_peer(world: World) -> Any:
             message = error.message
     world.barrier("over")
     return message
+
+
+def without_memory(world: World) -> list[Any]:
+    """One rank has no room: what every rank is told."""
+    group, said = group_of(world), []
+    takes = windows._Host.take
+
+    def take(memory: windows._Host) -> None:
+        if group.rank == 1:
+            raise OSError(28, "No space left on device")
+        takes(memory)
+
+    with mock.patch.object(windows._Host, "take", take):
+        try:
+            make_windows(group, [100])
+        except ResourceError as error:
+            said.append(error.message)
+    world.barrier("refused")
+    said.append(str(len(list(windows.SHARED.glob(f"interlace-{os.getpid()}-*")))))
+    (made,) = make_windows(group, [4])  # and the next try has it
+    made.own.fill_(group.rank)
+    read = torch.zeros(4, dtype=torch.uint8)
+    for reading in made.exchange([(read, 1 - group.rank, 0)]):
+        reading.wait()
+    return [*said, read.tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,25 @@ def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: s
         ("tp=3", "tp", "asks for tp=3, which does not divide the model's 8 heads", '"dp=3"'),
         ("tp=8", "tp", "", ""),  # 4 kv heads, each held by two ranks
         ("pp=16", "pp", "asks for pp=16, found 8 layers for 16 stages", '"dp=2 pp=8"'),
-        ("pp=4 chunks=3", "pp", "asks for pp=4 chunks=3, found 8 layers for 12 stages", '"dp=2 pp=2 chunks=3"'),
+        (
+            "pp=4 schedule=interleaved chunks=3",
+            "pp",
+            "asks for pp=4 chunks=3, found 8 layers for 12 stages",
+            '"pp=4 schedule=interleaved chunks=2"',
+        ),
+        (
+            "pp=4 chunks=2",
+            "pp",
+            "asks for chunks=2, found schedule=1f1b, which has 1 stages a rank",
+            '"pp=4 schedule=interleaved chunks=2"',
+        ),
+        (
+            "pp=2 layers=3/6",
+            "pp",
+            "asks for layers=3/6, found 2 stages of a layer or more and 8 layers",
+            '"pp=2"',
+        ),
+        ("pp=5 schedule=zbv", "pp", "asks for pp=5 chunks=2, found 8 layers for 10 stages", '"pp=5"'),
         ("cp=64", "cp", "asks for cp=64, found 64 positions for 128 slices", '"dp=2 cp=32"'),
         ("dp=2 ep=2", "ep", "asks for ep=2, and the model has no experts", '"dp=2"'),
         ("dp=4 shard=2 zero=3", "shard", "", ""),
@@ -355,3 +374,36 @@ def test_the_loss_keeps_gradients_and_no_logits(dtype: torch.dtype) -> None:
         vocabulary_loss(x, weight, torch.zeros(26, dtype=torch.int64)).backward()
     assert sorted(tuple(t.shape) for t in kept) == [(26, 6), (61, 6)]
     assert {t.dtype for t in kept} == {dtype}
+
+
+def test_what_pipelines_refuse(tmp_path: Path) -> None:
+    compiled = tiny("pp=2 schedule=zb-h1 micro_batches=4", "train.compile=true")
+    message = refusal(compiled, 2, axes=("dp", "pp"))
+    assert "schedule=zb-h1, which runs backward in two parts, with train.compile=true" in message
+    assert message.endswith('"pp=2 micro_batches=4"')
+    check(tiny("pp=2 micro_batches=4", "train.compile=true"), 2, available_axes=("dp", "pp"))
+    file = tmp_path / "own.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    check(tiny(f"pp=2 micro_batches=2 schedule={file}"), 2, available_axes=("dp", "pp"))
+    message = refusal(tiny(f"pp=2 micro_batches=3 schedule={file}"), 2, axes=("dp", "pp"))
+    assert f"asks for micro_batches=3, found micro_batches=2 in {file}" in message
+    message = refusal(tiny(f"pp=4 micro_batches=2 schedule={file}"), 4, axes=("dp", "pp"))
+    assert f"asks for pp=4, found pp=2 in {file}" in message
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
+    with pytest.raises(PlanError, match=r"own.csv: rank 1 never runs 1B1; add it"):
+        check(tiny(f"pp=2 micro_batches=2 schedule={file}"), 2, available_axes=("dp", "pp"))
+
+
+def test_a_rank_of_a_pipeline_holds_what_its_table_says() -> None:
+    """More micro-batches cost gpipe memory and 1f1b none; half of it is enough for v-half."""
+
+    def activations(plan: str) -> int:
+        return estimate(tiny(plan, "model.num_layers=16", "model.vocab_size=257", "train.global_batch=64"),
+                        ParallelPlan.parse(plan)).activations  # fmt: skip
+
+    def of(schedule: str, count: int) -> int:
+        return activations(f"pp=8 schedule={schedule} micro_batches={count}") * count  # a micro-batch is 64 / count
+
+    assert of("gpipe", 32) > 1.9 * of("gpipe", 16)
+    assert of("1f1b", 32) == pytest.approx(of("1f1b", 16), rel=0.02)
+    assert of("v-half", 32) == pytest.approx(of("1f1b", 32) * 10 / 16, rel=0.1)

@@ -7,11 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from interlace.symmetric.device import barrier, my_rank, next_epoch, put_signal, remote, signal, wait_until, world
+from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
 
 
 @triton.jit
-def two_shot_all_reduce(x, slots, out, arrived, reduced, done, epochs, count, heap, BLOCK: tl.constexpr):
+def two_shot_all_reduce(x, slots, out, arrived, reduced, epochs, count, heap, BLOCK: tl.constexpr):
     me, ranks = my_rank(heap), world(heap)
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = next_epoch(epochs)
@@ -33,8 +33,7 @@ def two_shot_all_reduce(x, slots, out, arrived, reduced, done, epochs, count, he
         tl.store(remote(out + me * chunk + at, peer, heap), total, mask=mine)
         signal(reduced + me * programs + program, epoch, peer, heap)
     for peer in range(ranks):
-        wait_until(reduced + peer * programs + program, epoch, peer, heap, "two_shot")
-    barrier(done + program * ranks, epoch, heap, "two_shot")
+        wait_until(reduced + peer * programs + program, epoch, peer, heap, "two_shot")  # so it has read its slots, too
 
 
 def launch(heap, count=10, block=4, calls=2):
@@ -42,13 +41,13 @@ def launch(heap, count=10, block=4, calls=2):
     programs = -(-chunk // block)
     x, out = heap.empty(count, name="x"), heap.empty(count, name="out")
     slots = heap.empty((heap.size, chunk), name="slots")
-    arrived, reduced, done = (heap.signals(heap.size * programs, name) for name in ("arrived", "reduced", "done"))
+    arrived, reduced = (heap.signals(heap.size * programs, name) for name in ("arrived", "reduced"))
     epochs = heap.signals(programs, "epochs")
     elements = torch.arange(count, device=heap.device)
     for call in range(calls):
         x.local.copy_((heap.rank + 1.0) * elements + call)
         two_shot_all_reduce[(programs,)](
-            x.local, slots.local, out.local, arrived.local, reduced.local, done.local, epochs.local, count,
+            x.local, slots.local, out.local, arrived.local, reduced.local, epochs.local, count,
             heap.context, block,
         )  # fmt: skip
 

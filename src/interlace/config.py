@@ -57,9 +57,9 @@ class ParallelPlan(Section):
 
     `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
     `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
-    may be a CSV file.  `sequence` splits what lies between the products over `tp` too: norms, residual, dropout.
-    `exchange` is how attention reaches keys of other `cp` ranks: from rank to rank, all at once a head at a time, or by
-    dealing out heads; auto = the one that sends least.
+    may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
+    what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
+    other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
     """
 
     _place: ClassVar[str] = ""
@@ -74,6 +74,7 @@ class ParallelPlan(Section):
     shard: Count = 0
     schedule: Text = "1f1b"
     chunks: Positive = 1
+    layers: str = ""
     micro_batches: Positive = 1
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
@@ -91,6 +92,8 @@ class ParallelPlan(Section):
                 f"schedule must be one of {', '.join(SCHEDULES)} or a .csv file without spaces in its name, "
                 f"found {self.schedule}: nearest is {near}"
             )
+        if not re.fullmatch(r"([0-9]{1,6}(/[0-9]{1,6})*)?", self.layers):
+            raise PlanError(f"layers must be a number for each stage, as in layers=8/8/7/7, found {self.layers}")
 
     @property
     def world(self) -> int:

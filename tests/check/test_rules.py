@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import bugs_order  # noqa: F401 - registers
@@ -16,10 +14,13 @@ import triton
 import triton.language as tl
 from bug import BUGS
 from right_kernels import RIGHT
+from typer.testing import CliRunner
 
 import interlace
+from example_files import FOLDER
 from interlace.check import explore, explore_all
 from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.cli import app
 from interlace.errors import ConfigError
 from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
 
@@ -171,6 +172,33 @@ def test_out_of_bounds_by_one(count: int) -> None:
         assert "rank 0 short[3], behind the end of its 3 elements" in verdict.reports[0].message
 
 
+@pytest.mark.parametrize("back", [1, 60, 100])
+def test_before_the_first_tensor_lie_the_heaps_own_words_which_no_kernel_may_touch(back: int) -> None:
+    def launch(heap):
+        x = heap.zeros(4, name="first")
+        before[(1,)](x.local, back)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert (report.kind, "bytes before rank 0 first[0]" in report.message) == ("out of bounds", True)
+
+
+@triton.jit
+def before(x, back):
+    tl.store(x - back, 1.0)
+
+
+def test_stream_flags_wrap_too() -> None:
+    def launch(heap):
+        flag, x, y = heap.signals(1, "flag"), heap.zeros(N, name="x"), heap.zeros(N, name="y")
+        fill[(1,)](x.local, 1.0, N)
+        heap.write(flag.local, heap.origin + 4)
+        with heap.stream("side"):
+            heap.wait(flag.local, heap.origin + 3, heap.rank)
+            heap.copy(y.local, x.local)
+
+    assert explore(launch, ranks=1, schedules=9).ok
+
+
 def test_freed_memory_is_out_of_bounds() -> None:
     def launch(heap):
         x = heap.zeros(N, name="x")
@@ -286,9 +314,11 @@ def test_the_exhaustive_search_finds_what_needs_a_preemption_and_ends() -> None:
         check = rarely(heap)
         return lambda: check() or True
 
-    whole = explore_all(fine, preemptions=1, most_schedules=2000)
+    whole = explore_all(fine, preemptions=0, most_schedules=2000)
     assert whole.ok
-    assert "all schedules with at most 1 preemptions" in str(whole)
+    assert whole.schedules > 10
+    assert "all schedules with at most 0 preemptions" in str(whole)
+    assert "the first schedules" in str(explore_all(fine, preemptions=1, most_schedules=3))
 
 
 def test_residency_is_a_limit_when_given_and_a_note_when_not() -> None:
@@ -349,20 +379,86 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         "    buf, out = heap.zeros(1, name='buf'), torch.zeros(1)\n"
         "    k[(1,)](buf.addresses, out, heap.rank, heap.size)\n"
     )
-    command = [sys.executable, "-m", "interlace", "check", f"{path}:launch", "--ranks", "2", "--schedules", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 5, done.stderr
+    done = CliRunner().invoke(app, ["check", f"{path}:launch", "--ranks", "2", "--schedules", "5"])
+    assert done.exit_code == 5, done.output
     assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
     assert f"{path}:7: tl.store(out, tl.load(mine))" in done.stdout
     assert "not seen:" in done.stdout
-    right = subprocess.run(
-        [*command[:4], f"{FILE}:rarely_named", "--ranks", "2"], capture_output=True, text=True, timeout=100
-    )
-    assert right.returncode == 2
-    assert "has no function rarely_named" in right.stderr
+    fine = CliRunner().invoke(app, ["check", f"{FOLDER / 'ring_shift.py'}:launch", "--ranks", "2", "--schedules", "2"])
+    assert (fine.exit_code, "0 reports" in fine.stdout) == (0, True)
+    for words, said in (
+        ([f"{path}:lunch"], 'has no function lunch; did you mean "launch"?'),
+        (["nowhere.py:launch"], "nowhere.py: no such file"),
+        ([str(path)], "write FILE.py:LAUNCH"),
+        ([f"{path}:launch", "--ranks", "two"], "write numbers from 1 to 16 with commas"),
+    ):
+        refused = CliRunner().invoke(app, ["check", *words])
+        assert refused.exit_code == 2
+        assert said in refused.stderr
 
 
 def test_a_right_kernel_stays_right_without_the_rule_of_barriers() -> None:
     assert explore(RIGHT["polled_by_adding_nothing"], ranks=2, schedules=4, barriers=False).ok
     launch, _ = BUGS["release_by_one_thread_only"]
     assert explore(launch, ranks=2, schedules=10, barriers=False).ok
+
+
+@triton.autotune(configs=[triton.Config({"B": 16}), triton.Config({"B": 32})], key=["K"])
+@triton.jit
+def product(a, b, out, K, B: tl.constexpr):
+    rows, inner = tl.arange(0, B), tl.arange(0, B)
+    left = tl.load(a + rows[:, None] * K + inner[None, :], mask=inner[None, :] < K, other=0.0)
+    right = tl.load(b + inner[:, None] * B + rows[None, :], mask=inner[:, None] < K, other=0.0)
+    tl.store(out + rows[:, None] * B + rows[None, :], tl.dot(left, right))
+
+
+def test_products_of_bfloat16_and_tuned_kernels_give_numbers() -> None:
+    a, b = torch.randn(16, 9).bfloat16(), torch.randn(9, 16).bfloat16()
+
+    def launch(heap):
+        out = torch.zeros(16, 16)
+        product[(1,)](a, b, out, 9)
+        return lambda: torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+    assert explore(launch, ranks=1, schedules=1).ok
+
+
+def test_after_a_rank_stops_a_record_that_names_a_wrong_peer_is_a_report() -> None:
+    @triton.jit
+    def names_itself(flag, heap):
+        wait_until(flag, 1, my_rank(heap), heap, "mistaken")
+
+    def launch(heap):
+        flag = heap.signals(1, "flag")
+        names_itself[(1,)](flag.local, heap.context)
+
+    (report,) = explore(launch, ranks=3, schedules=8, stop=True).reports
+    assert (report.kind, report.message.count("names rank")) == ("no exit", 1)
+
+
+@triton.jit
+def reads_a_scalar(x, out, read, filled, heap, BARRIER: tl.constexpr):
+    other = 1 - my_rank(heap)
+    if my_rank(heap) == 0:
+        wait_until(filled, 1, other, heap)
+        value = tl.load(x)
+        if BARRIER:
+            tl.debug_barrier()
+        tl.atomic_xchg(remote(read, other, heap), 1, sem="release", scope="sys")
+        tl.store(out, value)
+    else:
+        tl.store(remote(x, other, heap), 1.0)
+        signal(filled, 1, other, heap)
+        wait_until(read, 1, other, heap)
+        tl.store(remote(x, other, heap), 2.0)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> None:
+    def launch(heap):
+        x, out = heap.empty(1, name="x"), heap.zeros(1, name="out")
+        read, filled = heap.zeros(1, torch.int32, name="read"), heap.zeros(1, torch.int32, name="filled")
+        reads_a_scalar[(1,)](x.local, out.local, read.local, filled.local, heap.context, barrier)
+
+    verdict = explore(launch, ranks=2, schedules=5)
+    assert [report.kind for report in verdict.reports] == ([] if barrier else ["missing barrier"])

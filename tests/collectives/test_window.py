@@ -33,3 +33,9 @@ def test_words_may_wrap(run_ranks: Run) -> None:
 def test_a_peer_that_does_not_come_is_named(run_ranks: Run) -> None:
     found = run_ranks(f"{RANKS}:missing_peer", 2)
     assert found[0] == "rank 0 waited 0.3 s for rank 1 to reach exchange 1 along dp (it is at 0)."
+
+
+def test_memory_that_one_rank_lacks_is_refused_on_all(run_ranks: Run) -> None:
+    reason = "rank 1: [Errno 28] No space left on device"
+    said = f'no memory that peers read ({reason}); free some, or use transport="library".'
+    assert run_ranks(f"{RANKS}:without_memory", 2) == [[said, "0", [1] * 4], [said, "0", [0] * 4]]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from example_files import NAMES
+from interlace.errors import ConfigError
 from interlace.symmetric import SymmetricHeap
 
 RANKS = "rank_functions_symmetric"
@@ -64,10 +65,32 @@ def test_one_process_without_groups() -> None:
     x = heap.zeros(3, name="x")
     heap.copy(x.local, x.peer(0) + 1)
     assert x.local.tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ConfigError, match="x belongs to another heap"):
+        SymmetricHeap(1 << 14).free(x)
     heap.close()
+    with pytest.raises(ConfigError, match="x was freed"):
+        _ = x.local
+    with pytest.raises(ConfigError, match="the heap is closed"):
+        heap.zeros(1)
+    for options in ({"nbytes": 0}, {"timeout": 0.0}, {"device": "meta"}):
+        with pytest.raises(ConfigError):
+            SymmetricHeap(**options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_examples_between_processes(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
     assert len(NAMES) == 8
     assert run_ranks(f"{RANKS}:examples", ranks, {"names": NAMES}) == [8] * ranks
+
+
+def test_a_subset_of_the_ranks_has_a_heap_of_its_own(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(f"{RANKS}:subgroup", 4) == [[], [0, 2], [], [1, 2]]
+
+
+def test_a_kernel_on_a_side_stream_keeps_its_place(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(f"{RANKS}:kernel_on_a_side_stream", 1) == [[3.0, 3.0, 3.0, 3.0, 2.0]]
+
+
+def test_kernels_in_the_interpreter_warn_of_nothing(run_ranks: Callable[..., list[Any]]) -> None:
+    """Runtime bounds of loops end with NumPy 2.4 in Triton 3.6 itself, and warn before."""
+    assert run_ranks(f"{RANKS}:without_warnings", 1) == [True]

@@ -18,7 +18,7 @@ from interlace.plan.memory import estimate
 from interlace.train import loop
 
 Run = Callable[..., list[Any]]
-AXES = ("dp", "shard", "tp", "cp")
+AXES = ("dp", "shard", "tp", "cp", "pp")
 SMALL = ["model.num_layers=2"]
 ODD = ["data.sequence_length=13", "train.global_batch=3"]
 WINDOW = ["model.sliding_window=5", "model.window_layers=[0]"]
@@ -46,6 +46,10 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("cp=2 dp=2 exchange=ring zero=3 micro_batch_size=1", ODD),
         ("cp=2 dp=2 exchange=ulysses zero=2 shard=2", ODD),
         ("cp=2 tp=2 exchange=ring", UNEVEN),
+        (
+            "cp=2 pp=2 micro_batches=3 schedule=interleaved chunks=2 zero=2",
+            [*FEATURES["experts"], *ODD, "model.num_layers=4"],
+        ),
         ("cp=2 tp=2 exchange=ulysses sequence=off zero=2", [*UNEVEN, *BIASES]),
         ("cp=2 tp=2 exchange=gather zero=3 recompute=full", [*UNEVEN, *DROPOUT]),
     ],

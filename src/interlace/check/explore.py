@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from interlace.check.fiber import Strategy
 from interlace.check.host import Host
-from interlace.check.machine import Found, Grow, Machine, Operations, Strategy
+from interlace.check.machine import Grow, Machine, Operations
+from interlace.check.memory import Found
 from interlace.check.report import Report, Step, explain
 from interlace.check.schedules import NAMES, exhaustive, seeded
 from interlace.errors import ConfigError, Hang, InterlaceError, nearest
@@ -107,7 +109,7 @@ class Explorer:
     def run(self, settings: _Run) -> Report | None:
         """One schedule; None if nothing was found."""
         while True:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             np.random.seed(0)
             try:
                 found = self._once(settings)
@@ -138,17 +140,16 @@ class Explorer:
         except Found as found:
             return self._say(machine, explain(machine, found), settings)
         finally:
-            self.events += machine.memory_events
+            self.events += len(machine.events)
             launches = [item for fiber in machine.fibers if (item := fiber.item) is not None]
             self.largest = max([self.largest, *(len(item.bodies) for item in launches if item.launch)])
             machine.close()
         return None
 
     def _arenas(self, size: int) -> list[torch.Tensor]:
-        """One allocation for all schedules, poisoned anew for each."""
+        """One allocation for all schedules; the heap poisons every tensor that it hands out."""
         if self.memory is None or self.memory.numel() < size * self.nbytes + 4096:
             self.memory = torch.empty(size * self.nbytes + 4096, dtype=torch.uint8)
-        self.memory.fill_(0xFF)
         skip = -self.memory.data_ptr() % 4096
         return list(self.memory[skip : skip + size * self.nbytes].split(self.nbytes))
 
@@ -177,7 +178,8 @@ class Explorer:
         }
         if machine.dead is not None:
             for rank, record in records.items():
-                if rank != machine.dead and record.peer != machine.dead and record.peer not in records:
+                others = records.keys() - {rank}  # who waits may itself be waited for
+                if rank != machine.dead and record.peer != machine.dead and record.peer not in others:
                     raise Found(
                         "no exit",
                         sleepers=[],
@@ -340,7 +342,8 @@ def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list
     if explorer.largest > 1:
         needs = explorer.largest
         return [
-            f"{size} ranks: needs all {needs} programs of a rank at once; launch no more than the device holds at once"
+            f"{size} ranks: needs all {needs} programs of a rank at once if these begin in any order; launch no more "
+            "than the device holds"
         ]
     return []
 

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch.overrides import _pop_mode, _push_mode
 
-from interlace.check.machine import Fiber, Item, Machine, Stream, peek
+from interlace.check.fiber import Fiber, Item, Stream
+from interlace.check.machine import Machine
+from interlace.check.memory import peek
 from interlace.check.order import BLOCK, LANE, PLAIN, Clock
 from interlace.errors import Hang
 from interlace.symmetric.fabric import Event, Fabric
@@ -233,7 +235,7 @@ class Host(Fabric):
             for region, at in parts:
                 component = LANE if fiber.kind == "item" else BLOCK
                 machine.touch(fiber, region, at, write, component, kind, event)
-            befores = machine._befores(addresses, size) if write else {}
+            befores = machine._befores(addresses, size, parts) if write else {}
             if do is not None:
                 do()
         if write:

@@ -3,8 +3,8 @@
 A fiber is a program of a kernel, a rank's host program, or one item of a stream.  It has three components in every
 clock, for the three kinds of memory operation that a release treats differently:
 
-    LANE    one thread's (scalars, atomics): a release by that thread covers them
-    BLOCK   all threads' (blocks): covered by a release only after a barrier of the program
+    LANE    one thread's (atomics, stores of a scalar): a release by that thread covers them
+    BLOCK   all threads' (blocks, loads of a scalar): covered by a release only after a barrier of the program
     PROXY   descriptor (TMA) stores: covered only after their full wait and proxy fence, and a barrier
 
 Two accesses of one element, one of them a write, are ordered if the later one's clock has reached the earlier one's

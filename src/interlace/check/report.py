@@ -6,7 +6,9 @@ import itertools
 import linecache
 from dataclasses import dataclass, field
 
-from interlace.check.machine import Fiber, Found, Machine, Region, Seen, Signal
+from interlace.check.fiber import Fiber, Seen
+from interlace.check.machine import Machine
+from interlace.check.memory import Found, Region, Signal
 from interlace.check.order import BLOCK, LANE, PROXY, Conflict
 
 KINDS = (
@@ -117,7 +119,23 @@ def _race(
     if mixed:
         return Report("wrong order", f"{name}: {mixed}", steps)
     fault, cause, more = _cause(machine, earlier, later, conflict, event, write)
-    return Report(fault, f"{name}: {cause}", (*steps, *more))
+    reader = earlier if not conflict.earlier_is_write else later
+    notes = _waited(machine, reader) if fault == "data race" else ()
+    return Report(fault, f"{name}: {cause}", (*steps, *more), notes=notes)
+
+
+def _waited(machine: Machine, fiber: Fiber) -> tuple[str, ...]:
+    """What a fiber has waited for, in case it was for something else."""
+    notes = []
+    for address, seen in list(fiber.waits.items())[-4:]:
+        region = machine.find(address)
+        if region is not None and seen.learned and seen.signal.fiber is not fiber:
+            signal, read = step(machine, seen.signal.event), step(machine, seen.read)
+            notes.append(
+                f"{fiber} has waited for {region.element(address)} (line {read.line}), signalled by {signal.by} "
+                f"(line {signal.line})"
+            )
+    return tuple(notes)
 
 
 def _wiped(steps: tuple[Step, Step], conflict: Conflict, strength: int, write: bool) -> str:
@@ -250,7 +268,7 @@ def _reused(machine: Machine, earlier: Fiber, later: Fiber) -> Cause | None:
                 )
                 return (
                     "reused signal",
-                    f"{waiter} passed its wait on the signal of {whose}; {advice}.",
+                    f"{waiter} passed its wait on a stale flag, the signal of {whose}; {advice}.",
                     (step(machine, seen.signal.event), step(machine, seen.read)),
                 )
     return None
@@ -414,7 +432,7 @@ def _outside(machine: Machine, address: int, write: bool, count: int) -> Report:
     assert fiber is not None
     event = machine.event(fiber, "store" if write else "access")
     grave = next((each for each in machine.graves if each.begin <= address < each.end), None)
-    below = [region for region in machine.regions if region.end <= address]
+    below = [region for region in machine.regions if region.end <= address and not region.quiet]
     above = [region for region in machine.regions if region.begin > address]
     if grave is not None:
         where = f"{grave.element(address)}, which was freed"

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from interlace.check.machine import Fiber
+from interlace.check.fiber import Fiber
 
 NAMES = ("random", "priorities", "round robin", "one rank ahead", "slowest rank")
 

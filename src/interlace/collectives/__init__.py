@@ -2,7 +2,8 @@
 
 from interlace.collectives.groups import Group, Groups, make_groups, neighbours
 from interlace.collectives.handle import Handle, Meter, Record
-from interlace.collectives.ops import all_gather, all_to_all, broadcast
+from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
+from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
 from interlace.collectives.ordered import Add, add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
 from interlace.collectives.window import Window, make_windows, memory_of, reach
 
@@ -11,8 +12,10 @@ __all__ = [
     "Group",
     "Groups",
     "Handle",
+    "Lines",
     "Meter",
     "Record",
+    "Sending",
     "Window",
     "add_parts",
     "all_gather",
@@ -21,12 +24,16 @@ __all__ = [
     "balanced",
     "both",
     "broadcast",
+    "gather_bytes",
     "make_groups",
+    "make_lines",
     "make_windows",
     "memory_of",
     "neighbours",
     "reach",
+    "receive",
     "reduce_scatter",
+    "send",
     "sum_scalars",
     "then",
 ]

@@ -184,10 +184,12 @@ def start(
     prepare: Callable[[], None] | None,
     launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
+    peer: str = "",
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
 
-    `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  The closures hold every buffer.
+    `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  `peer`, as in " from rank 3", is
+    said of a wait that does not end.  The closures hold every buffer.
     """
     if stream is None:
         if prepare is not None:
@@ -197,7 +199,7 @@ def start(
 
         def wait_on_host() -> T:
             stood = time.perf_counter()
-            with meter.waiting(name):
+            with meter.waiting(name + peer):
                 for work in works:
                     work.wait()
             moved = time.perf_counter()

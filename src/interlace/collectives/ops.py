@@ -122,6 +122,16 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = 
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: tensor)
 
 
+def gather_bytes(data: bytes, group: Group, *, name: str = "gather_bytes") -> list[bytes]:
+    """Every rank's bytes, any number each, in group order; waits at once."""
+    if group.process_group is None:
+        return [data]
+    own = torch.tensor(list(data), dtype=torch.uint8, device=group.device)
+    sizes = all_gather(torch.tensor([len(data)], device=group.device), group, name=name).wait().tolist()
+    parts = all_gather(own, group, sizes=sizes, name=name).wait().cpu().split(sizes)
+    return [bytes(part.tolist()) for part in parts]
+
+
 def exchange_parts(
     group: Group,
     flat: torch.Tensor,

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.collectives.groups import Group
-from interlace.errors import PeerLost
+from interlace.errors import PeerLost, ResourceError
 
 READY, DONE = 0, 1
 ALIGN = 256  # bytes, of each window in the memory that they share
@@ -104,17 +104,39 @@ class Reading:
 
 
 def make_windows(group: Group, sizes: Sequence[int], timeout: float = 60.0) -> list[Window]:
-    """A window of each size, in bytes.  Collective; every rank passes the same sizes."""
+    """A window of each size, in bytes.  Collective; every rank passes the same sizes.
+
+    Errors: `ResourceError`, on every rank, when one could not get its memory or reach the others'.
+    """
+    if not sizes:
+        return []
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
         end += -(-size // ALIGN) * ALIGN
-    if not sizes:
-        return []
-    memory = (_Cuda if group.device.type == "cuda" else _Host)(
-        group, max(end, ALIGN), 2 * group.size * len(sizes), timeout
-    )
+    kind = _Cuda if group.device.type == "cuda" else _Host
+    memory = kind(group, max(end, ALIGN), 2 * group.size * len(sizes), timeout)
+    for step in (memory.take, memory.meet):
+        reason = ""
+        try:
+            step()
+        except (RuntimeError, OSError) as error:
+            reason = f"rank {group.ranks[group.rank]}: {error}"
+        try:
+            _stop_together(group, reason)
+        except ResourceError:
+            memory.give_back()
+            raise
     return [Window(memory, number, start, size) for number, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+
+
+def _stop_together(group: Group, reason: str) -> None:
+    """ResourceError on every rank if one has a reason.  Collective."""
+    reasons: list[str] = [""] * group.size
+    dist.all_gather_object(reasons, reason, group=group.process_group)
+    if any(reasons):
+        first = next(reason for reason in reasons if reason).strip().splitlines()[0]
+        raise ResourceError(f'no memory that peers read ({first}); free some, or use transport="library".')
 
 
 def memory_of(windows: Sequence[Window]) -> torch.Tensor:
@@ -146,13 +168,25 @@ def reach(group: Group) -> bool:
 class _Memory:
     """What the windows of one call share: each rank's bytes, and its words.
 
-    `parts[r]`: uint8 of rank r.  `signal(peer, word, value)` writes one of the peer's words, `wait(word, value, peer)`
-    returns, or lets the stream go on, once the own word has come as far.
+    `take` allocates this rank's part; `meet`, collective, makes the others' addressable.  `parts[r]`: uint8 of rank r.
+    `signal(peer, word, value)` writes one of the peer's words, `wait(word, value, peer)` returns, or lets the stream go
+    on, once the own word has come as far.
     """
 
-    group: Group
-    parts: list[torch.Tensor]
     stream_ordered: bool
+    parts: list[torch.Tensor]
+
+    def __init__(self, group: Group, nbytes: int, words: int, timeout: float) -> None:
+        self.group, self.nbytes, self.words, self.timeout = group, nbytes, words, timeout
+
+    def take(self) -> None:
+        raise AssertionError
+
+    def meet(self) -> None:
+        raise AssertionError
+
+    def give_back(self) -> None:
+        """After a failure."""
 
     def signal(self, peer: int, word: int, value: int) -> None:
         raise AssertionError
@@ -166,23 +200,29 @@ class _Cuda(_Memory):
 
     stream_ordered = True
 
-    def __init__(self, group: Group, nbytes: int, words: int, timeout: float) -> None:
+    def take(self) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
+        device = self.group.device
+        self._mine = symmetric.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._flags = symmetric.empty(self.words, dtype=torch.int32, device=device)
+        self._flags.zero_()
+        torch.cuda.synchronize(device)
+        _driver()
+
+    def meet(self) -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        group = self.group
         assert group.process_group is not None
-        self.group = group
         name = group.process_group.group_name
-        mine = symmetric.empty(nbytes, dtype=torch.uint8, device=group.device)
-        flags = symmetric.empty(words, dtype=torch.int32, device=group.device)
-        flags.zero_()
-        torch.cuda.synchronize(group.device)
-        self._handles = [symmetric.rendezvous(mine, name), symmetric.rendezvous(flags, name)]
+        self._handles = [symmetric.rendezvous(self._mine, name), symmetric.rendezvous(self._flags, name)]
         ranks = range(group.size)
-        self.parts = [self._handles[0].get_buffer(rank, (nbytes,), torch.uint8) for rank in ranks]
-        self.parts[group.rank] = mine
-        words_of = [self._handles[1].get_buffer(rank, (words,), torch.int32) for rank in ranks]
-        words_of[group.rank] = flags
-        self._flags = words_of
+        self.parts = [self._handles[0].get_buffer(rank, (self.nbytes,), torch.uint8) for rank in ranks]
+        self.parts[group.rank] = self._mine
+        words_of = [self._handles[1].get_buffer(rank, (self.words,), torch.int32) for rank in ranks]
+        words_of[group.rank] = self._flags
+        self._words_of = words_of
         self._addresses = [tensor.data_ptr() for tensor in words_of]
         dist.barrier(group.process_group)  # no word is written before every rank has set its own to zero
         torch.cuda.synchronize(group.device)
@@ -214,21 +254,27 @@ class _Host(_Memory):
     stream_ordered = False
 
     def __init__(self, group: Group, nbytes: int, words: int, timeout: float) -> None:
-        assert group.process_group is not None
-        self.group, self.timeout = group, timeout
-        names: list[str] = [""] * group.size
-        path = SHARED / f"interlace-{os.getpid()}-{uuid.uuid4().hex}"
-        total = nbytes + 4 * words
-        path.write_bytes(b"")
-        os.truncate(path, total)
+        super().__init__(group, nbytes, words, timeout)
+        self._path = SHARED / f"interlace-{os.getpid()}-{uuid.uuid4().hex}"
+
+    def take(self) -> None:
+        with self._path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, self.nbytes + 4 * self.words)
+
+    def give_back(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def meet(self) -> None:
+        names: list[str] = [""] * self.group.size
+        total = self.nbytes + 4 * self.words
         try:
-            dist.all_gather_object(names, str(path), group=group.process_group)
+            dist.all_gather_object(names, str(self._path), group=self.group.process_group)
             whole = [torch.from_file(name, shared=True, size=total, dtype=torch.uint8) for name in names]
-            dist.barrier(group.process_group)
+            dist.barrier(self.group.process_group)
         finally:
-            path.unlink()
-        self.parts = [tensor[:nbytes] for tensor in whole]
-        self._flags = [tensor[nbytes:].view(torch.int32).numpy() for tensor in whole]
+            self.give_back()
+        self.parts = [tensor[: self.nbytes] for tensor in whole]
+        self._flags = [tensor[self.nbytes :].view(torch.int32).numpy() for tensor in whole]
 
     def signal(self, peer: int, word: int, value: int) -> None:
         self._flags[peer][word] = (value + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number

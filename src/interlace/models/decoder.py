@@ -145,19 +145,20 @@ class Decoder(nn.Module):
         """
         x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
         counts_B = (labels_BT != IGNORED).sum(dim=1)
-        return self.head(x_BTD, labels_BT, context) + self.router_loss(
-            context, self.all_labels(counts_B)
-        ), counts_B.sum()
+        return self.head(x_BTD, labels_BT, context) + self.router_loss(context, counts_B), counts_B.sum()
 
     def router_loss(self, context: Context, counts_B: Tensor) -> Tensor:
         """What the blocks that ran with this context add to the loss sum (see `loss`): an fp32 scalar.
 
         `counts_B` is the number of labels of each sequence.  0 without experts or without a coefficient.
         """
-        losses = context.take_router_losses()
+        return self.balance(context.take_router_losses(), counts_B)
+
+    def balance(self, losses: list[Tensor], counts_B: Tensor) -> Tensor:
+        """The same of the losses [B] of several layers, in their order."""
         if not losses:
             return torch.zeros((), device=counts_B.device)
-        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * counts_B).sum()
+        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * self.all_labels(counts_B)).sum()
 
     def hidden(self, x: Tensor, context: Context) -> Tensor:
         """Embedding (if it is here) and blocks (those that are here): tokens_BT or x_BTD -> x_BTD."""

@@ -24,6 +24,7 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, ResourceError
 from interlace.parallel import norm as norms
 from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
@@ -230,6 +231,12 @@ class DataParallel(nn.Module):
         return self.tensor is None or self.tensor.rank == 0
 
     @property
+    def counted(self) -> list[Flat]:
+        """The flat runs of gradients that this rank has to count: of what several hold, the first of them does."""
+        first = self.outer is None or self.outer.rank == 0
+        return [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
+
+    @property
     def flats(self) -> list[Flat]:
         return [flat for unit in [*self.units, self.root] for flat in unit.flats]
 
@@ -280,9 +287,7 @@ class DataParallel(nn.Module):
 
         What several ranks hold is counted by the first of them.
         """
-        first = self.outer is None or self.outer.rank == 0
-        counted = [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
-        return norms.square_sum((grad for flat in counted for grad in owed.counted(flat)), self.group.device)
+        return norms.square_sum((grad for flat in self.counted for grad in owed.counted(flat)), self.group.device)
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -293,9 +298,13 @@ class DataParallel(nn.Module):
 
         fp64, 0-d, the same bits for every number of ranks: padding, which depends on it, is left out.
         """
+        return norms.tree_sum(torch.cat(self._chunks(everyone)))
+
+    def _chunks(self, everyone: torch.Tensor) -> list[torch.Tensor]:
+        """Of each flat run in the order of the model, what `chunk_squares` gave for its chunks: fp64, [chunks]."""
         if self.outer is not None:  # rows of ranks in the order of what they own
             everyone = everyone.view(self.outer.size, self.inner.size, -1).transpose(0, 1).flatten(0, 1)
-        return norms.add_chunks(self._trainable, everyone)
+        return norms.in_order(self._trainable, everyone)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
@@ -447,10 +456,19 @@ class DataParallel(nn.Module):
 
                 flat.add = sum_rows
         arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
-        for found in (arriving, outboxes):
-            slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
-            for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
-                slot.window = window
+        try:
+            for found in (arriving, outboxes):
+                slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
+                for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                    slot.window = window
+        except ResourceError as error:  # of every rank alike
+            if transport == "copy":
+                raise
+            warnings.warn(f"gradients and weights travel by the library: {error}", stacklevel=2)
+            for flat in self.flats:
+                flat.outbox = flat.add = None
+                if flat.slot is not None:
+                    flat.slot.window = None
 
     def _register_hooks(self) -> None:
         for unit in self.units:
@@ -675,6 +693,11 @@ class DataParallel(nn.Module):
             for flat in [] if self.sync else self._trainable:
                 flat.deliver_unreduced()
         self._rest()
-        if self.sync and not self._compared:
+        if self.sync:
+            self._refuse_apart()
+
+    def _refuse_apart(self) -> None:
+        """After the first reduction: gradients that differ over the tensor axis and should not."""
+        if not self._compared:
             self._compared, apart, self._apart = True, self._apart, []
             owed.refuse(apart)

@@ -581,6 +581,11 @@ class Flat:
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
             leaf.grad = held[start - begin : start - begin + leaf.numel()]
 
+    def adopt(self, reduced: torch.Tensor) -> None:
+        """Takes a gradient of the held elements that was reduced elsewhere, and hands it to the leaves."""
+        self._result = self._shard_grad = reduced
+        self._hand_out(reduced)
+
     # -- whole tensors, for checks and export --------------------------------------------------------------------------
 
     def whole(self, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -64,11 +64,12 @@ def own_chunks(flats: Sequence[Flat]) -> torch.Tensor:
     return torch.cat([chunk_squares(flat.own_gradient(), flat.cut.chunk) for flat in flats])
 
 
-def add_chunks(flats: Sequence[Flat], everyone: torch.Tensor) -> torch.Tensor:
-    """The sum, 0-d, of what `own_chunks` gives on each rank, [ranks, chunks], ranks in the order of what they own."""
+def in_order(flats: Sequence[Flat], everyone: torch.Tensor) -> list[torch.Tensor]:
+    """Of each run, its chunks in order, without padding: [chunks].  everyone: what `own_chunks` gives on each rank,
+    [ranks, chunks], ranks in the order of what they own."""
     counts = [flat.numel // flat.cut.chunk // everyone.shape[0] for flat in flats]
     parts = zip(flats, everyone.split(counts, dim=1), strict=True)
-    return tree_sum(torch.cat([part.reshape(-1)[: flat.chunks] for flat, part in parts]))
+    return [part.reshape(-1)[: flat.chunks] for flat, part in parts]
 
 
 def factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

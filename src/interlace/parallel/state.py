@@ -6,7 +6,7 @@ Equals `state_dict` and `load_state_dict` of the module before it was wrapped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,24 @@ def digest(flats: Sequence[Flat], here: bool) -> str:
 
     Only where `here` is true; "" elsewhere.
     """
-    found = {}
+    found = digests(flats, here)  # also where nobody asks: the others gather with this rank
+    return combined(found) if here else ""
+
+
+def digests(flats: Sequence[Flat], here: bool) -> list[str]:
+    """A line for every parameter, its name and the blake2b of its main weights; none unless `here`.  Collective."""
+    found = []
     for flat in flats:
         for name, tensor in flat.whole(flat.main):
             if here:
                 values = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
-                found[name] = hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()
-    text = "\n".join(f"{name} {value}" for name, value in sorted(found.items()))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest() if here else ""
+                found.append(f"{name} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}")
+    return found
+
+
+def combined(lines: Iterable[str]) -> str:
+    """The digest of the lines, each once, in their order."""
+    return hashlib.blake2b("\n".join(sorted(set(lines))).encode(), digest_size=16).hexdigest()
 
 
 def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any], strict: bool) -> Any:

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import split
+from interlace.spec import units
 
 Range = tuple[int, int]
 # Of each sequence the first positions of its documents, in order; None: they may lie in any order.
@@ -131,9 +132,11 @@ def sent(
     micro_batches: Sequence[int],
     documents: Sequence[Documents | None],
     itemsize: int,
+    stages_here: Sequence[Sequence[str]] | None = None,
 ) -> Counter[str]:
     """Bytes that `rank` of the axis sends in a step, by collective.
 
+    stages_here: units of each stage of a pipeline that the rank has; None = all, without one.
     micro_batches: sequences of each; documents: theirs, None where attention passes over the documents' ends.
     itemsize: bytes of an element of q, k, v.
     """
@@ -141,8 +144,10 @@ def sent(
     exchange, length, ways = choose(config, plan), config.data.sequence_length, plan.cp
     again = 1 if plan.recompute == "none" else 2
     found: Counter[str] = Counter()
+    own = [[int(name[7:]) for name in part if name.startswith("blocks.")] for part in stages_here or [units(cfg)]]
+    layers = [layer for part in own for layer in part]
     for count, those in zip(micro_batches, documents, strict=True):
-        for layer in range(cfg.num_layers):
+        for layer in layers:
             if exchange == "ulysses":
                 found["all_to_all"] += count * _dealt(cfg, plan, rank, length, itemsize)
                 continue
@@ -153,7 +158,7 @@ def sent(
             found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * wide)
         if cfg.num_experts and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
             again_all = 2 if plan.recompute == "full" else 1
-            each = count * (again_all * cfg.num_layers * cfg.num_experts * 4 + 8)
+            each = count * (again_all * len(layers) * cfg.num_experts * 4 + 8 * sum(1 for part in own if part))
             found["all_gather"] += each * (ways - 1)
     return found
 

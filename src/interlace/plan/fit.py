@@ -16,6 +16,9 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
 from interlace.plan.context import EXCHANGES, local_heads, splits_heads
 from interlace.plan.memory import estimate, gib, micro_batching
+from interlace.plan.share import micro_batch_count
+from interlace.plan.stages import layers_given, num_stages, stages_of, table_of
+from interlace.schedule import FORMS, read_csv, validate
 
 RECOMPUTE = ("none", "selective", "full")
 BYTES_VOCABULARY = 257  # 256 bytes and the end of a document
@@ -38,6 +41,8 @@ def check(
     _check_data(config, cfg)
     _check_fixed(config)
     plan = config.plan
+    if plan.pp > 1 and plan.schedule.endswith(".csv"):
+        validate(read_csv(plan.schedule))
     reason = _reason(config, cfg, plan, world, available_axes)
     if reason is None and memory_bytes is not None:
         memory = estimate(config, plan, device)
@@ -186,11 +191,8 @@ def _divides_model(
             f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple "
             f"(tp is {_legal_tp(cfg)})"
         )
-    if plan.chunks > 1 and plan.pp == 1:
-        return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
-    if cfg.num_layers < plan.pp * plan.chunks:
-        stages = f"pp={plan.pp}" + (f" chunks={plan.chunks}" if plan.chunks > 1 else "")
-        return f"asks for {stages}, found {cfg.num_layers} layers for {plan.pp * plan.chunks} stages"
+    if reason := _pipeline(config, cfg, plan):
+        return reason
     if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
         return f"asks for cp={plan.cp}, found {config.data.sequence_length} positions for {2 * plan.cp} slices"
     if plan.cp > 1 and plan.exchange == "ulysses" and not splits_heads(*local_heads(cfg, plan.tp), plan.cp):
@@ -198,6 +200,38 @@ def _divides_model(
         return (
             f"asks for exchange=ulysses, which cannot deal out {heads} query and {kv_heads} kv heads over "
             f"cp={plan.cp} (ring and gather can)"
+        )
+    return None
+
+
+def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | None:
+    if plan.pp == 1:
+        if plan.chunks > 1:
+            return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
+        return f"asks for layers={plan.layers} without a pipeline (pp=1)" if plan.layers else None
+    if plan.transport == "copy":
+        return "asks for transport=copy with a pipeline, whose stages give back the memory that peers would read"
+    form = FORMS.get(plan.schedule)
+    if form is not None and form.chunks is not None and plan.chunks not in (1, form.chunks):
+        return f"asks for chunks={plan.chunks}, found schedule={plan.schedule}, which has {form.chunks} stages a rank"
+    if form is None:
+        table = read_csv(plan.schedule)
+        count = micro_batch_count(plan, config.train.global_batch, _is_fixed(config))
+        for what, asked, found in (("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)):
+            if asked != found:
+                return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
+    stages = num_stages(plan)
+    if cfg.num_layers < stages:
+        words = f"pp={plan.pp}" + (f" chunks={stages // plan.pp}" if stages > plan.pp else "")
+        return f"asks for {words}, found {cfg.num_layers} layers for {stages} stages"
+    try:
+        stages_of(cfg, stages, config.data.sequence_length, layers_given(plan))
+    except PlanError as error:
+        return f"asks for {str(error).partition(': nearest')[0]}"
+    if config.train.compile and (form is None or table_of(plan, 2 * plan.pp).splits_backward):
+        return (
+            f"asks for schedule={plan.schedule}, which runs backward in two parts, with train.compile=true, whose "
+            "compiled blocks run it in one"
         )
     return None
 
@@ -263,13 +297,17 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
     asked = config.plan
     for dp, tp, pp, cp, ep in _meshes(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
-        chunks = asked.chunks if pp > 1 else 1
-        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=chunks)
+        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
+        if pp > 1 and asked.transport == "copy":
+            mesh = replace(mesh, transport="auto")
+        pipelines = {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, ""), ("1f1b", 1, "")}
+        fewer = min(asked.chunks, config.model_config().num_layers // pp)
+        pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
+        meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)] if pp > 1 else [mesh]
         exchanges = {asked.exchange, "auto"} if cp > 1 else {asked.exchange}
-        for zero, recompute, (count, size), exchange in product(range(4), RECOMPUTE, _batchings(config, dp), exchanges):
-            yield replace(
-                mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size, exchange=exchange
-            )
+        meshes = [replace(mesh, exchange=exchange) for mesh in meshes for exchange in sorted(exchanges)]
+        for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
+            yield replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
 
 
 def _meshes(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -308,6 +346,9 @@ def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
         + 2 * micro_batches
         + (plan.micro_batch_size != asked.micro_batch_size)
         + (plan.exchange != asked.exchange)
+        + 8 * (plan.schedule != asked.schedule)
+        + 9 * abs(math.log2(plan.chunks / asked.chunks))
+        + (plan.layers != asked.layers)
         + abs(plan.zero - asked.zero) * (1 if plan.zero > asked.zero else 3)
     )
 

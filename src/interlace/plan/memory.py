@@ -32,10 +32,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
-from interlace.layout import split
 from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose, local_heads
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import slices
+from interlace.schedule import generate, read_csv, validate
 from interlace.spec import Parameter, Role, parameters, units
 
 LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
@@ -89,41 +90,65 @@ def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
 def estimate(config: Config, plan: ParallelPlan, device: str = "cuda") -> Memory:
     """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu"."""
     cfg = config.model_config()
-    stages = (_stage(config, cfg, plan, device, stage) for stage in sorted({0, plan.pp - 1}))
-    return max(stages, key=lambda memory: memory.total)
+    ranks = (_rank(config, cfg, plan, device, rank) for rank in range(plan.pp))
+    return max(ranks, key=lambda memory: memory.total)
 
 
-def _stage(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, stage: int) -> Memory:
+def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, rank: int) -> Memory:
+    """Of the ranks at place `rank` along the pipeline."""
     compute = 2 if config.train.precision == "bf16" else 4
     count, sequences = micro_batching(config, plan)
-    first, stop = split(cfg.num_layers, plan.pp, stage)
-    names = [*(["embedding"] if stage == 0 else []), *(f"blocks.{i}" for i in range(first, stop))]
-    names += ["head"] if stage == plan.pp - 1 else []
+    own = _own_stages(config, cfg, plan, rank, count)
+    names = [name for _, part in own for name in part]
+    layers = sum(name.startswith("blocks") for name in names)
 
     merged = replace(as_data(plan), micro_batches=count, micro_batch_size=0)  # whose ranks share the weights
     runs = _runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, tuple(names))
     held = sum(run.held(plan.zero) for run in runs)
-    copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
+    whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches
+    copied = sum(
+        run.numel
+        for run in runs
+        if (run.is_split(plan.zero) or compute == 2) and not (run.shares(plan.zero) and not whole_step)
+    )
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
 
-    activations = _activations(config, cfg, plan, device, stage, stop - first, sequences, count)
+    activations = _activations(config, cfg, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, merged, runs, device)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
         logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
-    moments = _moments(config, merged, runs, device, activations, logits, stop - first, _rows(tokens, plan))
+    moments = _moments(config, merged, runs, device, activations, logits, layers, _rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied,
         gradients=gradients,
         optimizer=state * held,
-        gather=compute * _buffers([run for run in runs if run.shares(plan.zero)], 2),
+        gather=0 if whole_step else compute * _buffers([run for run in runs if run.shares(plan.zero)], 2),
         activations=activations,
         logits=logits,
         transfer=transfer,
     )
+
+
+def _own_stages(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, rank: int, count: int
+) -> list[tuple[int, tuple[str, ...]]]:
+    """Of each stage of a rank: micro-batches whose activations it holds at most, and its units."""
+    cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+    if plan.pp == 1:
+        return [(1, cut[0])]
+    enough = count if plan.schedule == "gpipe" else min(count, 4 * plan.pp)
+    home, peaks = placement_of(plan), _peaks(plan.schedule, plan.pp, enough, plan.chunks)
+    return [(peaks[stage], cut[stage]) for stage, place in enumerate(home) if place == rank]
+
+
+@functools.lru_cache(maxsize=256)
+def _peaks(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    table = read_csv(schedule) if schedule.endswith(".csv") else generate(schedule, pp, micro_batches, chunks)
+    return validate(table).stages
 
 
 def _moments(
@@ -165,12 +190,12 @@ def _moments(
 def _is_narrow(config: Config, plan: ParallelPlan) -> bool:
     """Whether gradients travel in bf16 (`share.travels_narrow`)."""
     alone = config.run.reproducible == "plan" or micro_batching(config, plan)[0] == 1
-    return config.train.precision == "bf16" and plan.dp > 1 and alone
+    return config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and alone
 
 
 def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:
     """Bytes of the memory that bf16 gradients leave from, three units at a time, on GPUs that reach each other."""
-    if config.train.precision != "bf16" or plan.dp == 1 or plan.zero == 0:
+    if config.train.precision != "bf16" or plan.dp == 1 or plan.zero == 0 or plan.pp > 1:
         return 0
     return 2 * _buffers(runs, 3) if device == "cuda" and plan.transport != "library" else 0
 
@@ -254,10 +279,8 @@ def _activations(
     cfg: ModelConfig,
     plan: ParallelPlan,
     device: str,
-    stage: int,
-    layers: int,
+    own: Sequence[tuple[int, tuple[str, ...]]],
     sequences: int,
-    count: int,
 ) -> int:
     compute = 2 if config.train.precision == "bf16" else 4
     length = math.ceil(config.data.sequence_length / plan.cp)
@@ -271,19 +294,16 @@ def _activations(
             exchange,
         )  # fmt: skip
 
-    waiting = 1
-    if plan.pp > 1:  # micro-batches whose backward has not begun when this stage holds most
-        waiting = count if plan.schedule == "gpipe" else min(count, plan.pp - stage)
-    total = waiting * layers * saved(plan.recompute)
+    total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
     if plan.recompute != "none":
         total += saved("none") - saved(plan.recompute)  # the block that backward has run again
     if exchange in ("ring", "gather"):
         total += _exchanged(cfg, plan, exchange, sequences * length, compute)
     tokens = sequences * length
-    if stage == 0:
-        total += waiting * tokens * 8  # token numbers
-        total += waiting * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
-    if stage == plan.pp - 1:
+    first = next((most for most, names in own if "embedding" in names), 0)
+    total += first * tokens * 8  # token numbers
+    total += first * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
+    if any("head" in names for _, names in own):
         total += _rows(tokens, plan) * (_norm_bytes(cfg, compute, device) + cfg.hidden_size * compute)
     return total
 

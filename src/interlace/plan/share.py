@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
@@ -17,6 +17,8 @@ from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
 from interlace.plan import context, tensor
 from interlace.plan import zero as engine
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
+from interlace.schedule.table import SENDS
 from interlace.spec import Parameter, parameters, units
 
 FP32, FP64 = 4, 8
@@ -49,11 +51,18 @@ class Share:
     sent: dict[str, int]
 
 
-def runs(cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True) -> tuple[Run, ...]:
-    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor axis."""
+def runs(
+    cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True, held: Collection[str] | None = None
+) -> tuple[Run, ...]:
+    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor axis.
+
+    held: the units of a rank; None = all.
+    """
     found: dict[str, list[Parameter]] = {unit: [] for unit in (*units(cfg), "root")}
     for parameter in parameters(cfg):
-        found["root" if parameter.tied_to else parameter.unit].append(parameter)
+        users = {parameter.unit, "head"} if parameter.tied_to else {parameter.unit}
+        if held is None or not users.isdisjoint(held):
+            found["root" if parameter.tied_to else parameter.unit].append(parameter)
     return tuple(
         Run(unit, tuple(members), engine.cut([tensor.slices(member, tp).numel(0) for member in members], ranks))
         for unit, unsorted in found.items()
@@ -87,8 +96,20 @@ def micro_batch_count(plan: ParallelPlan, batch: int, fixed: bool = False) -> in
     return math.ceil(math.ceil(batch / plan.dp) / plan.micro_batch_size)
 
 
+def held_units(config: Config, rank: int) -> tuple[str, ...]:
+    """The units of a rank: all, or those of its stages."""
+    cfg, plan = config.model_config(), config.plan
+    if plan.pp == 1:
+        return units(cfg)
+    place = Mesh.of(plan).index(rank, "pp")
+    cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+    return tuple(unit for home, part in zip(placement_of(plan), cut, strict=True) if home == place for unit in part)
+
+
 def travels_narrow(config: Config, batch: int) -> bool:
     """Whether gradients travel in the dtype in which they arise, bf16: nothing is added up before."""
+    if config.plan.pp > 1:
+        return False
     fixed = config.run.reproducible == "plan"
     return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
 
@@ -107,7 +128,8 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
-    found = runs(cfg, plan.dp, plan.tp, plan.sequence == "on")
+    held_here = held_units(config, rank)
+    found = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here)
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
@@ -115,7 +137,9 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
     if is_split:
         held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
     copies = 0
-    if is_split and plan.zero == 3:
+    if is_split and plan.zero == 3 and plan.pp > 1:
+        copies = 0  # all are freed when the step ends
+    elif is_split and plan.zero == 3:
         copies = compute * sum(_gathered(cfg, found))
     elif is_split or compute != FP32:
         copies = compute * whole
@@ -126,7 +150,8 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
         in_place = False
     gradients = whole if in_place else held
     if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
-        gradients += whole // plan.dp  # what rounds add up in
+        adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
+        gradients += adding // plan.dp  # what rounds add up in
     whole_mesh, place = Mesh.of(given.plan), mesh.index(rank, "tp")
     parts = computed_parts(given.plan, whole_mesh, rank, batch, fixed)
     counts = [len(part) for part in parts]
@@ -134,18 +159,23 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
     length = context.held(config.data.sequence_length, given.plan.cp, position)
     sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
     if plan.tp > 1:
-        sent.update(tensor.sent(cfg, plan, place, counts, length, compute))
+        sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
         sent.update(_paid(plan, mesh, rank, found))
         sent["all_gather"] += SCALARS * (plan.tp - 1)
+    if plan.pp > 1:
+        sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts, length))
     if given.plan.cp > 1:
         those = [None if documents is None else [documents[i] for i in part] for part in parts]
-        sent.update(context.sent(given, position, counts, those, compute))
+        cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+        home, stage = placement_of(plan), mesh.index(rank, "pp")
+        own = [part for at, part in zip(home, cut, strict=True) if at == stage] if plan.pp > 1 else [units(cfg)]
+        sent.update(context.sent(given, position, counts, those, compute, own))
     return Share(
         main=FP32 * held,
         copies=copies,
         gradients=FP32 * gradients,
         optimizer=FP32 * states * held,
-        flops=tensor.products(cfg, plan, place, counts, length),
+        flops=tensor.products(cfg, plan, place, counts, length, held_here),
         sent=dict(sent),
     )
 
@@ -165,6 +195,63 @@ def computed_parts(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed:
     start, stop = split(batch, plan.dp, index)
     parts = (split(stop - start, count, number) for number in range(count))
     return [range(start + first, start + last) if first < last else range(1) for first, last in parts]
+
+
+def _is_summed_elsewhere(plan: ParallelPlan, mesh: Mesh, rank: int, run: Run, fixed: bool) -> bool:
+    """Whether another stage adds up the gradients of a run: in fixed order, the first those of a tied weight."""
+    if not fixed or plan.pp == 1 or run.unit != "root":
+        return False
+    home = placement_of(plan)
+    return home[0] != home[-1] and mesh.index(rank, "pp") == home[-1]
+
+
+def _sent_between_stages(
+    config: Config,
+    mesh: Mesh,
+    rank: int,
+    batch: int,
+    compute: int,
+    found: tuple[Run, ...],
+    counts: list[int],
+    length: int,
+) -> Counter[str]:
+    """Bytes that a rank of a pipeline sends to its neighbours, and for what is added up over all stages.
+
+    length: positions of each sequence that it holds.
+    """
+    plan, cfg = config.plan, config.model_config()
+    fixed = config.run.reproducible == "plan"
+    place = mesh.index(rank, "pp")
+    table = table_of(plan, len(counts), fixed)
+    row = cfg.hidden_size * compute
+    sends = [counts[action.micro_batch or 0] * length for action in table.rows[place]
+             if action.kind in SENDS]  # fmt: skip
+    if plan.tp > 1 and plan.sequence == "on":  # a rank sends the rows that it holds
+        bounds = (split(rows, plan.tp, mesh.index(rank, "tp")) for rows in sends)
+        sends = [stop - start for start, stop in bounds]
+    sent = Counter(send=row * sum(sends))
+    numbers = SCALARS
+    if fixed:  # a loss a micro-batch, a square sum a chunk that holds parameters
+        counted = [run for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed)]
+        ends = [run.cut.offsets[-1] + run.members[-1].numel for run in counted]
+        chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, counted, strict=True))
+        numbers = FP64 * (len(leaves(plan, batch)) + chunks)
+    if fixed and cfg.num_experts and cfg.router_aux_loss:
+        layers = sum(run.unit.startswith("blocks.") for run in found)
+        numbers += FP32 * layers * sum(counts)  # a loss a layer and sequence
+    sent["all_gather"] = numbers * (plan.pp - 1)
+    home = placement_of(plan)
+    for run in found:
+        if run.unit == "root" and home[0] != home[-1]:  # each of two ranks sends half, and gets the sum's other half
+            shards = mesh.size("shard" if is_hybrid(plan) else "dp") if plan.zero else 1
+            half = FP32 * run.cut.total // shards // 2
+            if not fixed:
+                sent.update({"reduce_scatter": half, "all_gather": half})
+            elif place == home[0]:
+                sent["broadcast"] += 2 * half
+            else:
+                sent["send"] += compute * run.members[0].numel * len(counts)
+    return sent
 
 
 def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> Counter[str]:
@@ -208,7 +295,7 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
     units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
-    if plan.zero == 3:
+    if plan.zero == 3 and plan.pp == 1:
         chosen = engine.slots([run.cut.total for run in units_run], range(len(units_run)), distance=2)
         regather = [run.unit != "embedding" for run in units_run]
         ahead = 1 if plan.overlap == "on" else 0
@@ -225,6 +312,10 @@ def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found
     for run in found:
         whole = run.cut.total
         shard = whole // mesh.size(inner)
+        if _is_summed_elsewhere(plan, mesh, rank, run, fixed):
+            if plan.zero:
+                add(f"U/{inner}:c", "U", run, whole, compute, 1)
+            continue
         if fixed:
             add("U +dp", "U/dp:c", run, whole, wire, count)
         else:

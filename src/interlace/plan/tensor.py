@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,7 +15,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import PlanError
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
-from interlace.spec import Parameter, Role, operations, parameters, passes
+from interlace.spec import Parameter, Role, operations, parameters, passes, units
 from interlace.topology import Link, Topology
 
 STATISTICS = 4  # numbers a row that the loss of a split vocabulary exchanges
@@ -105,17 +105,24 @@ def kind(parameter: Parameter, ways: int, sequence: bool) -> tuple[int, bool]:
 # --- a step ----------------------------------------------------------------------------------------------------------
 
 
-def products(cfg: ModelConfig, plan: ParallelPlan, rank: int, micro_batches: Sequence[int], length: int) -> int:
+def products(
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    rank: int,
+    micro_batches: Sequence[int],
+    length: int,
+    held: Collection[str] | None = None,
+) -> int:
     """FLOPs of the matrix products that `rank` of the axis runs in a step.
 
-    micro_batches: sequences of each, `length` positions a sequence.
+    micro_batches: sequences of each, `length` positions a sequence.  held: the units that the rank has; None = all.
     """
     table = {parameter.name.removesuffix(".weight"): parameter for parameter in parameters(cfg)}
     if cfg.tie_embeddings:
         table["head.output"] = table["embedding"]
     found = 0
     for operation in operations(cfg, length):
-        if operation.kind != "matmul":
+        if operation.kind != "matmul" or (held is not None and operation.unit not in held):
             continue
         parameter = table[operation.name]
         on_rows = parameter.role is Role.ROUTER and plan.sequence == "on"
@@ -128,18 +135,26 @@ def products(cfg: ModelConfig, plan: ParallelPlan, rank: int, micro_batches: Seq
 
 
 def sent(
-    cfg: ModelConfig, plan: ParallelPlan, rank: int, micro_batches: Sequence[int], length: int, itemsize: int
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    rank: int,
+    micro_batches: Sequence[int],
+    length: int,
+    itemsize: int,
+    held: Collection[str] | None = None,
 ) -> Counter[str]:
     """Bytes of activations and their gradients that `rank` of the axis sends in a step, by collective.
 
-    itemsize: bytes of an element of x.  Each collective is a change of layout of [rows width] over the axis; an
-    all-reduce counts as its two halves.
+    itemsize: bytes of an element of x.  held: the units that the rank has; None = all.  Each collective is a change of
+    layout of [rows width] over the axis; an all-reduce counts as its two halves.
     """
     found: Counter[str] = Counter()
     mesh = Mesh((("tp", plan.tp),))
     for count in micro_batches:
         rows = count * length
-        for before, after, shape, size, times in _changes(cfg, plan, rows, itemsize):
+        for before, after, shape, size, times in _changes(
+            cfg, plan, rows, itemsize, units(cfg) if held is None else held
+        ):
             for transfer in transition(Layout.parse(before), Layout.parse(after), shape, mesh, size):
                 if transfer.collective == "all_reduce":
                     found.update(_all_reduced(math.prod(shape), plan.tp, rank, size * times))
@@ -164,26 +179,37 @@ def _own(count: int, ways: int, rank: int) -> int:
 
 
 def _changes(
-    cfg: ModelConfig, plan: ParallelPlan, rows: int, itemsize: int
+    cfg: ModelConfig, plan: ParallelPlan, rows: int, itemsize: int, held: Collection[str]
 ) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
     """(layout before, layout after, shape, bytes of an element, how often) of one micro-batch's collectives."""
-    D, X, L = cfg.hidden_size, cfg.num_experts, cfg.num_layers
+    D, X = cfg.hidden_size, cfg.num_experts
+    L, first, last = sum(unit.startswith("blocks.") for unit in held), "embedding" in held, "head" in held
     again = plan.recompute == "full"
     entrances = 2 * L * (2 if again else 1)
     exits = 2 * L + (L * (2 if cfg.dropout else 1) if again else 0)  # the last sum of a block is not run again
     logits = L * (2 if again else 1)
     wide, narrow = (rows, D), (rows, X)
-    yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, 1
+    yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, last
     if plan.sequence == "on":
         gather, scatter = ("N/tp W", "N W"), ("N W +tp", "N/tp W")
-        yield *gather, wide, itemsize, entrances + 1 + 1 + 2 * L  # entrances, head; backward of embedding and exits
-        yield *scatter, wide, itemsize, 1 + exits + 1 + 2 * L  # embedding, exits; gradients of head and entrances
+        yield (
+            *gather,
+            wide,
+            itemsize,
+            entrances + last + first + 2 * L,
+        )  # entrances, head; backward of embedding and exits
+        yield (
+            *scatter,
+            wide,
+            itemsize,
+            first + exits + last + 2 * L,
+        )  # embedding, exits; gradients of head and entrances
         if X:
             yield *gather, narrow, itemsize, logits * (2 if cfg.router_aux_loss else 1)
             yield *scatter, narrow, itemsize, L
         return
     reduce = ("S +tp", "S")
-    yield *reduce, (rows * D,), itemsize, 1 + exits + 1 + 2 * L
+    yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L
     if X:
         yield "N/tp W", "N W", narrow, itemsize, logits
         yield *reduce, (rows * X,), itemsize, L
@@ -195,7 +221,7 @@ def seconds(
     """What the axis's transfers take in a step over `link`, one after another, on the rank that sends most."""
     found, mesh = 0.0, Mesh((("tp", plan.tp),))
     for count in micro_batches:
-        for before, after, shape, size, times in _changes(cfg, plan, count * length, itemsize):
+        for before, after, shape, size, times in _changes(cfg, plan, count * length, itemsize, units(cfg)):
             for transfer in transition(Layout.parse(before), Layout.parse(after), shape, mesh, size):
                 phases = 2 if transfer.collective == "all_reduce" else 1
                 found += times * phases * link.phase_seconds(transfer.bytes / phases)

@@ -27,9 +27,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from interlace.symmetric.record import FIRST_BASE, name_word
+from interlace.symmetric.record import DISTANCES, name_word
 
-_FIRST_BASE: tl.constexpr = tl.constexpr(FIRST_BASE)
+_DISTANCES: tl.constexpr = tl.constexpr(DISTANCES)
 _POLLS: tl.constexpr = tl.constexpr(32)  # between two looks at the clock and at the abort word
 _name_word = triton.constexpr_function(name_word)
 
@@ -55,8 +55,7 @@ def world(heap):
 def remote(pointer, peer, heap):
     """Where `pointer`, one or a block of addresses in this rank's heap, lies at `peer`.  Alignment is kept."""
     SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
-    distance = (tl.load(heap + _FIRST_BASE + peer) - tl.load(heap + 7)) // SIZE
-    return pointer + tl.multiple_of(distance, 16)
+    return pointer + tl.multiple_of(tl.load(heap + _DISTANCES + peer) // SIZE, 16)
 
 
 @triton.jit

@@ -125,7 +125,7 @@ class SymmetricHeap:
             "gave_up": head + GAVE_UP,
             "base": bases[self.rank],
         }
-        return [words[name] for name in CONTEXT] + bases
+        return [words[name] for name in CONTEXT] + [base - bases[self.rank] for base in bases]
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -154,6 +154,8 @@ class SymmetricHeap:
         return self.fabric.origin
 
     def _allocate(self, shape: int | Sequence[int], dtype: torch.dtype, name: str, fill: int | None) -> SymmetricTensor:
+        if not self.fabric.arenas:
+            raise ConfigError(f"allocating {name}: the heap is closed; allocate before close(), or make another heap.")
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if dtype not in DTYPES or any(size < 0 for size in shape):
             raise ConfigError(f"{name}: shape {shape} of {dtype}; sizes are at least 0, and of types {_names()}.")
@@ -173,7 +175,7 @@ class SymmetricHeap:
 
     def _place(self, nbytes: int, name: str) -> int:
         """The lowest free offset: the same on every rank, since all allocate and free the same in one order."""
-        offset = HEAD
+        offset = HEAD + GAP
         for begin, tensor in sorted(self._tensors.items()):
             if offset + nbytes + GAP <= begin:
                 break
@@ -272,11 +274,11 @@ class SymmetricHeap:
         An int is written by the stream itself and must not be captured in a graph, whose replays would raise the old
         value again; a tensor of one int32 is read when its turn comes.
         """
-        self.fabric.write(_word(flag), value)
+        self.fabric.write(_word(flag), _number(value))
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int) -> None:
         """Later work on this stream begins when this rank's word, which `peer` raises, has reached `value`."""
-        self.fabric.wait(_word(flag), value, peer, self.context)
+        self.fabric.wait(_word(flag), _number(value), peer, self.context)
 
     def event(self) -> Event:
         """A mark in the current stream; `event.wait()` makes another stream wait for it."""
@@ -331,6 +333,11 @@ def _word(flag: torch.Tensor) -> torch.Tensor:
     if flag.numel() != 1 or flag.dtype != torch.int32:
         raise ConfigError(f"a flag is one int32 word, found {tuple(flag.shape)} of {flag.dtype}; index one word.")
     return flag
+
+
+def _number(value: int | torch.Tensor) -> int | torch.Tensor:
+    """An int wrapped into 32 bits, as words do."""
+    return value if isinstance(value, torch.Tensor) else (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def _names() -> str:

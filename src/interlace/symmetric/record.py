@@ -17,9 +17,9 @@ HEAD = 256  # bytes of an arena that belong to this module
 CLOCK, GAVE_UP, ABORT, RECORD = 0, 8, 12, 64
 WORDS = ("name", "name_end", "peer", "flag", "want", "have", "elapsed", "program")
 
-# Words of the context a kernel is given, int64 each; the arenas' addresses by rank follow.
+# Words of the context a kernel is given, int64 each; the distances of all ranks' arenas, in bytes, follow.
 CONTEXT = ("rank", "world", "limit", "record", "abort", "clock", "gave_up", "base")
-FIRST_BASE = len(CONTEXT)
+DISTANCES = len(CONTEXT)
 
 
 @dataclass(frozen=True)

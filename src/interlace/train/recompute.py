@@ -22,6 +22,8 @@ from interlace.models.decoder import Decoder
 def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
     """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked."""
     for block in decoder.blocks:
+        if block is None:  # another stage's
+            continue
         if policy == "selective":
             _again(block.get_submodule("attention.core"))
         if compiled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
+from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
 from interlace.plan import context
 from interlace.plan.share import computed_sequences, micro_batch_count
@@ -27,7 +28,7 @@ from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.tensor import across_hosts
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
-from interlace.train import recompute
+from interlace.train import recompute, stages
 from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
 from interlace.world import World
 
@@ -103,7 +104,11 @@ def build(world: World, cfg: Config) -> Session:
     groups = make_groups(Mesh.of(context.as_data(cfg.plan)), world.rank, world.device, cfg.run.timeout, meter)
     _agree(groups, dataset)
     decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
-    if world.device.type == "cuda":
+    units: Sequence[str] = UNITS
+    wrap: Callable[..., DataParallel] = DataParallel
+    if cfg.plan.pp > 1:
+        units, wrap = stages.prepare(cfg, model_cfg, decoder, groups)
+    if world.device.type == "cuda" and decoder.head is not None:
         from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
 
         decoder.head.softmax_rows = softmax_rows
@@ -113,18 +118,19 @@ def build(world: World, cfg: Config) -> Session:
         axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, context.choose(cfg, cfg.plan))
         split_sequences(decoder, axis_of_cp)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
-    parameters = spec.parameters(model_cfg)
+    here = {name for name, _ in decoder.named_parameters()}
+    parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
     parts = {}
     if mesh.size("tp") > 1:
         plan = cfg.plan
         axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
-    model = DataParallel(
+    model = wrap(
         decoder,
         groups["dp"],
         zero=cfg.plan.zero,
         hybrid=(groups["shard"], groups["replica"]) if "shard" in groups.by_axis else None,
-        units=UNITS,
+        units=units,
         gradients="sum",
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
@@ -136,7 +142,9 @@ def build(world: World, cfg: Config) -> Session:
         parts=parts,
         tensor=groups["tp"],
     )
-    if cfg.run.reproducible != "plan" and isinstance(decoder.head.vocabulary, Vocabulary):
+    if isinstance(model, StagedParallel):
+        stages.attach(cfg, model_cfg, model, groups, meter)
+    elif cfg.run.reproducible != "plan" and isinstance(decoder.head.vocabulary, Vocabulary):
         decoder.head.vocabulary.scratch = model.spare_memory
     optimizer = optimizers.build(cfg.train, model)
     steps = cfg.train.steps

@@ -19,6 +19,7 @@ from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.collectives.handle import now
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
+from interlace.parallel.stages import StagedParallel
 from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
 
@@ -45,6 +46,9 @@ def forward_backward(
     of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
+    if isinstance(model, StagedParallel):
+        assert model.through is not None
+        return model.through(micro_batches, host, dropout_key, leaves)
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches) if model.stands_first else 0
     meter, device = model.group.meter, model.group.device
     began = now(device)
@@ -107,6 +111,7 @@ def _fixed_totals(model: DataParallel, losses: torch.Tensor, leaves: int) -> tup
     own = torch.cat([losses, model.chunk_squares()])
     everyone = all_gather(own, model.group, name="loss and norm").wait().view(size, -1)
     in_order = everyone[:, :rounds].t().reshape(-1)[:leaves].clone()
+    in_order = sum_scalars(in_order, model.axes[1:], name="loss of all stages")  # one of them has it, the others 0
     return norms.tree_sum(in_order), model.add_chunks(everyone[:, rounds:])
 
 

@@ -24,7 +24,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,11 +154,12 @@ def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str
         for step, (a, b) in enumerate(zip(ranks[0]["losses"], alone["losses"], strict=True))
     ]
     for what in ("gradient", "weight"):
-        differences += _compare(folder / f"{what}-plan", folder / f"{what}-reference", what)
+        differences += _compare(sorted(folder.glob(f"{what}-plan*")), folder / f"{what}-reference", what)
+        size = len(ranks) // cfg.plan.pp
         differences += [
-            Difference(f"{what}s on rank {rank}, beside rank 0's", math.inf)
+            Difference(f"{what}s on rank {rank}, beside rank {rank // size * size}'s", math.inf)
             for rank, found in enumerate(ranks)
-            if found["digests"][what] != ranks[0]["digests"][what]
+            if found["digests"][what] != ranks[rank // size * size]["digests"][what]
         ]
     accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone)]
     return Report(cfg.plan, len(alone["losses"]), tuple(differences), tuple(accounts))
@@ -303,6 +304,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
     gc.freeze()  # tensors that are there already are not this plan's
     session = sessions.build(world, cfg)
     model = session.model
+    stage = (session.groups["pp"].rank, world.size // cfg.plan.pp)
     found: dict[str, Any] = {"losses": [], "digests": {}}
     for step in range(steps):
         world.status(step=step, operation="step under the plan")
@@ -313,7 +315,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
                 model, session.batches(), session.groups.host, session.dropout_key(step), session.leaves
             )
         if step == 0:
-            found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients())
+            found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients(), stage)
         if step == 1:
             found["resident"] = _resident(session)
             found["flops"] = _products(counter)
@@ -324,7 +326,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
             for (collective, _), nbytes in session.meter.sent.items():
                 found["sent"][collective] = found["sent"].get(collective, 0) + nbytes
         session.advance()
-    found["digests"]["weight"] = _collect(world, folder, "weight-plan", model.whole_parameters())
+    found["digests"]["weight"] = _collect(world, folder, "weight-plan", model.whole_parameters(), stage)
     gc.unfreeze()
     return found
 
@@ -352,16 +354,22 @@ def bits(world: World, config: str, steps: int) -> dict[str, Any]:
     return found | {"digest": session.model.digest(everywhere=True)}
 
 
-def _collect(world: World, folder: str, name: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-    """Rank 0 writes them; returns the digest of those on this rank.  Every rank takes part in the gathers."""
+def _collect(
+    world: World, folder: str, name: str, tensors: Iterator[tuple[str, torch.Tensor]], stage: tuple[int, int]
+) -> int:
+    """The first rank of every stage writes them; returns the digest of those on this rank.
+
+    stage: its number, and the ranks of each.  Every rank takes part in the gathers.
+    """
+    writes = world.rank % stage[1] == 0
     kept, digest = {}, 0
     for key, tensor in tensors:
         values = tensor.detach().to("cpu", copy=True).contiguous()
         digest = zlib.crc32(values.view(-1).view(torch.uint8).numpy().data, digest)
-        if world.rank == 0:
+        if writes:
             kept[key] = values
-    if world.rank == 0:
-        _write(folder, name, kept)
+    if writes:
+        _write(folder, f"{name}-{stage[0]}", kept)
     return digest
 
 
@@ -424,15 +432,21 @@ ADDED = {torch.ops.aten.addmm: _added_product, torch.ops.aten.addmm_: _added_pro
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _compare(plan: Path, reference: Path, what: str) -> Iterator[Difference]:
-    with safe_open(plan, "pt") as ours, safe_open(reference, "pt") as theirs:
+def _compare(plan: Sequence[Path], reference: Path, what: str) -> Iterator[Difference]:
+    """The tensors of all stages with the reference's; what two stages hold must have the same bits on both."""
+    with ExitStack() as stack:
+        stages = [stack.enter_context(safe_open(path, "pt")) for path in plan]
+        theirs = stack.enter_context(safe_open(reference, "pt"))
         names = list(theirs.keys())
-        missing = [name for name in names if name not in set(ours.keys())]
+        holders = {name: [stage for stage in stages if name in set(stage.keys())] for name in names}
+        missing = [name for name in names if not holders[name]]
         yield from (Difference(f"{what} of {name} (missing)", math.inf) for name in missing)
         for name in names:
             if name in missing:
                 continue
-            a, b = ours.get_tensor(name), theirs.get_tensor(name)
+            a, b = holders[name][0].get_tensor(name), theirs.get_tensor(name)
+            if not all(torch.equal(a, other.get_tensor(name)) for other in holders[name][1:]):
+                yield Difference(f"{what} of {name}, which stages hold differently", math.inf)
             apart = (a - b).abs().max().item() if a.numel() else 0.0
             yield Difference(f"{what} of {name}", _relative(apart, b.abs().max().item() if b.numel() else 0.0))
 

@@ -1,0 +1,304 @@
+"""Forward and backward of a step through pipeline schedules, beside `torch.distributed.pipelining`.
+
+    torchrun --nproc-per-node N benchmarks/pipeline.py [--model 1.2b] [--micro-batches 8] [--batch 1] [--length 4096]
+        [--schedules gpipe,1f1b,...] [--rounds 5] [--peers] [--sleep 40] [--out FILE]
+
+Both run the same stages, cut alike, in bf16 on a GPU and fp32 on a CPU, over the same random tokens; weights are
+whole, gradients add up in `.grad`, no optimizer runs.  Loss and gradient norm of ours are compared with the peer's
+before anything is timed.  Ours is shown with the bubble that it had (1 - computing / step, the mean over ranks) beside
+that of its table with the times that its own actions took.  --sleep MS: stages that sleep MS for F, I and W instead,
+without a model, against the table alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from interlace.collectives import Groups, Lines, Meter, all_gather, make_groups, make_lines
+from interlace.collectives.handle import between
+from interlace.config import SCHEDULES, ModelConfig, load
+from interlace.launch import join
+from interlace.mesh import Mesh
+from interlace.models.decoder import Decoder, initialise
+from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
+from interlace.parallel.split import Switch, split
+from interlace.plan.simulate import Costs, bubbles, makespan, simulate
+from interlace.plan.stages import stages_of
+from interlace.schedule import Action, Table, generate, lower, validate
+from interlace.train.stages import keep, view
+from interlace.world import World
+
+sys.path.insert(0, str(Path(__file__).parent))
+import peers.torch_pipelining as native
+
+
+@dataclass(frozen=True)
+class Size:
+    cfg: ModelConfig
+    micro_batches: int
+    batch: int
+    length: int
+
+
+def chunks_for(name: str) -> int:
+    return 2 if name == "interleaved" else 1
+
+
+class Cut:
+    """This rank's stages of a decoder, and tokens for them; `Stage`s and the peer's modules are made of it."""
+
+    def __init__(self, size: Size, table: Table, rank: int, device: torch.device) -> None:
+        self.size, self.device, self.last = size, device, table.stages - 1
+        cut = stages_of(size.cfg, table.stages, size.length)
+        self.own = table.stages_of(rank)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        decoder = Decoder(size.cfg, device="meta", dtype=dtype)
+        keep(decoder, [name for stage in self.own for name in cut[stage]])
+        self.decoder = decoder.to_empty(device=device)
+        initialise(self.decoder, size.cfg, 0)
+        if device.type == "cuda" and self.decoder.head is not None:
+            from interlace.kernels.softmax_rows import softmax_rows
+
+            self.decoder.head.softmax_rows = softmax_rows
+        self.parts = {stage: view(self.decoder, cut[stage]) for stage in self.own}
+        generator = torch.Generator().manual_seed(1)
+        shape = (size.micro_batches, size.batch, size.length + 1)
+        tokens = torch.randint(0, size.cfg.vocab_size, shape, generator=generator).to(device)
+        self.tokens, self.labels = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+        self.hidden = torch.zeros(size.batch, size.length, size.cfg.hidden_size, dtype=dtype, device=device)
+        self.scale = 1.0 / self.labels.numel()
+
+    def compute(self, stage: int) -> Callable[[int, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        part = self.parts[stage]
+
+        def run(j: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            context = part.context((self.size.batch, self.size.length), self.device)
+            output = part.hidden(self.tokens[j] if x is None else x, context)
+            if stage < self.last:
+                return output, None
+            return None, part.head(output, self.labels[j]) * self.scale
+
+        return run
+
+    def norm(self) -> Tensor:
+        """Sum of squares of the gradients here; they are dropped."""
+        grads = [p.grad for p in self.decoder.parameters() if p.grad is not None]
+        total = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        self.decoder.zero_grad(set_to_none=True)
+        return total
+
+
+class Ours:
+    def __init__(self, size: Size, name: str, groups: Groups, lines: Lines, meter: Meter) -> None:
+        table = lower(generate(name, groups["pp"].size, size.micro_batches, chunks_for(name)))
+        group = groups["pp"]
+        self.cut, self.meter, self.group, self.table = Cut(size, table, group.rank, group.device), meter, group, table
+        switch = Switch() if table.splits_backward else None
+        if switch is not None:
+            split(self.cut.decoder, switch)
+        self.works = {stage: Stage(self.cut.compute(stage), switch) for stage in self.cut.own}
+        self.pipeline = Pipeline(table, group.rank, lines, group.device, meter)
+        self.shapes = [tuple(self.cut.hidden.shape)] * size.micro_batches
+
+    def step(self) -> list[Tensor]:
+        self.pipeline.run(self.works, self.shapes, self.cut.hidden.dtype)
+        return [loss for work in self.works.values() for loss in work.take_losses()]
+
+    def bubble(self, seconds: float) -> tuple[float, float]:
+        """The bubble that was, and that of the table with the times of its actions; means over ranks, in percent."""
+        record = self.meter.cut()
+        taken: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for _, _, text, begin, end in record.work:
+            action = Action.parse(text)
+            taken[action.stage, action.kind.value].append(between(begin, end))
+        busy = sum(map(sum, taken.values()))
+        means = torch.zeros(self.table.stages, 4, dtype=torch.float64)
+        for (stage, kind), times in taken.items():
+            means[stage, "FBIW".index(kind)] = statistics.fmean(times)
+        device = self.group.device
+        everyone = all_gather(means.view(-1).to(device), self.group).wait().view(self.group.size, -1).sum(0)
+        F, B, IN, W = everyone.view(self.table.stages, 4).T.tolist()
+        events = simulate(self.table, Costs(F, IN, W, B if any(B) else None))
+        real = all_gather(torch.tensor([1 - busy / seconds], dtype=torch.float64, device=device), self.group).wait()
+        return 100 * real.mean().item(), 100 * statistics.fmean(bubbles(events))
+
+
+class Theirs:
+    def __init__(self, size: Size, name: str, groups: Groups) -> None:
+        group = groups["pp"]
+        table = generate(name, group.size, size.micro_batches, chunks_for(name))
+        self.cut = Cut(size, table, group.rank, group.device)
+        parts = {s: native.Part(self.cut.parts[s], self.cut.compute(s), s == 0) for s in self.cut.own}
+        example = self.cut.tokens[0], self.cut.hidden.clone().requires_grad_()
+        self.run = native.build(name, parts, table.stages, size.micro_batches, example, group.device)
+
+    def step(self) -> list[Tensor]:
+        return list(self.run(self.cut.tokens.flatten(0, 1)))
+
+
+def figures(variant: Ours | Theirs, groups: Groups) -> tuple[float, float]:
+    """Loss and gradient norm of a step, over all ranks."""
+    losses = variant.step()
+    device = groups["pp"].device
+    loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=device)
+    own = torch.stack([loss.detach(), variant.cut.norm()])
+    total = all_gather(own, groups["pp"]).wait().view(-1, 2).sum(0)
+    return total[0].item(), total[1].sqrt().item()
+
+
+def timed(variant: Ours | Theirs, world: World, rounds: int) -> tuple[list[float], float, tuple[float, float] | None]:
+    """Seconds of the rounds, peak GiB of the slowest memory, and the bubbles of the last round of ours."""
+    cuda = world.device.type == "cuda"
+    seconds, bubble = [], None
+    for number in range(rounds + 1):
+        variant.cut.decoder.zero_grad(set_to_none=True)
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        if isinstance(variant, Ours):
+            variant.meter.cut()
+        world.barrier("round")
+        begin = time.perf_counter()
+        variant.step()
+        if cuda:
+            torch.cuda.synchronize()
+        world.barrier("end of the round")
+        if number:
+            seconds.append(time.perf_counter() - begin)
+    if isinstance(variant, Ours):
+        bubble = variant.bubble(seconds[-1])
+    return seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0, bubble
+
+
+class Sleeping:
+    """F, I and W take `seconds` each and compute nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.x = seconds, torch.zeros(1)
+
+    def forward(self, micro_batch: int, x: Tensor | None) -> Tensor:
+        time.sleep(self.seconds)
+        return self.x
+
+    def backward(self, micro_batch: int, gradient: Tensor | None, *, split: bool) -> Tensor:
+        time.sleep(self.seconds * (1 if split else 2))
+        return self.x
+
+    def weights(self, micro_batch: int) -> None:
+        time.sleep(self.seconds)
+
+
+def sleep(world: World, name: str, micro_batches: int, seconds: float, lines: Lines, meter: Meter) -> str:
+    table = lower(generate(name, world.size, micro_batches, chunks_for(name)))
+    pipeline = Pipeline(table, world.rank, lines, torch.device("cpu"), meter)
+    works = {stage: Sleeping(seconds) for stage in table.stages_of(world.rank)}
+    taken = []
+    for _ in range(3):
+        world.barrier("begin")
+        begin = time.perf_counter()
+        pipeline.run(works, [(1,)] * micro_batches, torch.float32)
+        world.barrier("end")
+        taken.append(time.perf_counter() - begin)
+        meter.cut()
+    expected = makespan(simulate(table, Costs.even(table.stages, seconds, seconds, seconds)))
+    most = max(validate(table).ranks) / len(table.stages_of(0))
+    best = min(taken)
+    return f"| {name} | {1e3 * expected:.0f} | {1e3 * best:.0f} | {100 * (best / expected - 1):+.1f} % | {most:g} |"
+
+
+def row(name: str, size: Size, world: World, groups: Groups, meter: Meter, lines: Lines, args: Any) -> str:
+    ours = Ours(size, name, groups, lines, meter)
+    loss, norm = figures(ours, groups)
+    times, peak, bubble = timed(ours, world, args.rounds)
+    assert bubble is not None
+    words = [name, _ms(times), f"{peak:.1f}", f"{bubble[0]:.1f}", f"{bubble[1]:.1f}"]
+    del ours
+    gc.collect()
+    if args.peers and name in native.NAMES:
+        theirs = Theirs(size, name, groups)
+        their_loss, their_norm = figures(theirs, groups)
+        allowed = 2e-2 if world.device.type == "cuda" else 1e-5
+        apart = max(abs(loss / their_loss - 1), abs(norm / their_norm - 1))
+        assert apart < allowed, f"{name}: loss {loss} and {their_loss}, norm {norm} and {their_norm}"
+        their_times, their_peak, _ = timed(theirs, world, args.rounds)
+        ratio = statistics.median(their_times) / statistics.median(times)
+        words += [_ms(their_times), f"{their_peak:.1f}", f"{ratio:.3f}"]
+        del theirs
+        gc.collect()
+    else:
+        words += ["", "", ""]
+    return "| " + " | ".join(words) + " |"
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f} ({1e3 * min(seconds):.1f}-{1e3 * max(seconds):.1f})"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="layers of the model, 0 = its own")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--sleep", type=float, default=0.0)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
+    world = join(300.0)
+    meter = Meter(world.waiting)
+    mesh = Mesh((("pp", world.size),))
+    groups = make_groups(mesh, world.rank, world.device, 300.0, meter)
+    every = {pair for name in ("1f1b", "interleaved", "zbv") for pair in
+             pairs_of(generate(name, world.size, 1, chunks_for(name)))}  # fmt: skip
+    device = torch.device("cpu") if args.sleep else world.device
+    lines = make_lines(mesh, world.rank, "pp", every, device, 300.0, meter)
+    names = args.schedules.split(",")
+    if args.sleep:
+        head = ["| schedule | table ms | step ms | | micro-batches held |", "|---|---|---|---|---|"]
+        rows = (sleep(world, name, args.micro_batches, args.sleep / 1e3, lines, meter) for name in names)
+    else:
+        words = [f"model.num_layers={args.layers}"] if args.layers else []
+        cfg = load(None, preset=args.model, overrides=words).model_config()
+        size = Size(cfg, args.micro_batches, args.batch, args.length)
+        head = [
+            "| schedule | ours ms (range) | GiB | bubble % | of its table % | torch ms (range) | GiB | torch / ours |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        rows = (row(name, size, world, groups, meter, lines, args) for name in names)
+    where = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+    title = f"{datetime.date.today()}, {world.size} ranks, {where}, torch {torch.__version__}: {' '.join(sys.argv[1:])}"
+    found = [title, "", *head]
+    for line in found if world.rank == 0 else ():
+        print(line, flush=True)
+    for line in rows:
+        found.append(line)
+        if world.rank == 0:
+            print(line, flush=True)
+    if args.out and world.rank == 0:
+        args.out.write_text("\n".join(found) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""What every access may rely on, and what it tells others: the model of memory.
+
+Before each load, store and atomic the fiber that makes it hands control over (`pause`); then the access is held against
+what is known of its elements, done, and noted.  Atomics teach and publish; fences and barriers decide how much.  A
+polling loop is a read that tells nothing new with nothing written in between; its fiber sleeps until somebody writes
+there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from interlace.check.fiber import Fiber, Poll, Seen
+from interlace.check.memory import Found, Memory, Region, Signal, Word, peek
+from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock
+from interlace.symmetric.interpreter import Access, Atomic
+
+SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
+MOST_EVENTS = 400_000  # of one schedule
+TICK = 1000  # nanoseconds of the machine's clock an event takes
+LARGEST_POLL = 32  # elements; a longer read is no poll
+HERE = Path(__file__).parent
+DEVICE = str(HERE.parent / "symmetric" / "device.py")
+OWN = tuple(
+    f"{folder}{os.sep}"
+    for folder in (HERE, HERE.parent / "symmetric", *(Path(str(each.__file__)).parent for each in (triton, torch, np)))
+)
+
+
+class Watch(Memory, ABC):
+    """The memory operations of one schedule; who runs when is a subclass's."""
+
+    def __init__(self, arenas: list[torch.Tensor], capacity: int, barriers: bool) -> None:
+        super().__init__(arenas)
+        self.barriers = barriers
+        self.rank_of = np.full(capacity, -1, np.int32)
+        self.ready: list[Fiber] = []
+        self.current: Fiber | None = None
+        self.events: list[tuple[Fiber, str, str, int]] = []
+        self.unwritten: list[tuple[Fiber, int, Region, int]] = []  # reads of memory nobody had written
+        self.clock = 0  # nanoseconds that time has leapt
+        self.chances = 0  # looks that all sleepers have been given since there was progress
+        self.dead: int | None = None  # the rank that has stopped
+
+    @abstractmethod
+    def pause(self, fiber: Fiber) -> None:
+        """Lets the schedule choose who goes on."""
+
+    @abstractmethod
+    def happened(self) -> None:
+        """Called after each event."""
+
+    # --- what the interpreter tells ----------------------------------------------------------------------------------
+
+    def access(self, what: Access, do: Callable[[], Any]) -> Any:
+        """A load or store of a program."""
+        if not len(what.addresses):
+            return do()
+        fiber = self.current
+        assert fiber is not None
+        parts = self.locate(what.addresses, what.size, what.write)
+        if parts[0][0].constant or self._own_words(parts[0][0], what.addresses, what.write):
+            return do()
+        self.pause(fiber)
+        single = len(what.addresses) == 1
+        component = PROXY if what.proxy and what.write else LANE if single and what.write else BLOCK
+        kind = SYS if what.volatile else PLAIN
+        verb = f"{'descriptor ' if what.proxy else ''}{'store' if what.write else 'load'}"
+        event = self.event(fiber, ("volatile " if what.volatile else "") + verb)
+        for region, at in parts:
+            self.touch(fiber, region, at, what.write, component, kind, event, proxy=what.proxy and not what.write)
+        befores = self._befores(what.addresses, what.size, parts) if what.write else {}
+        made = do()
+        if what.write:
+            self.changed(fiber, parts, event)
+            for address, before in befores.items():
+                after = peek(address, what.size)
+                self._signalled(fiber, address, event, before, after, "relaxed", "", "store")
+            return made
+        if what.volatile and len(what.addresses) <= LARGEST_POLL:
+            for address in what.addresses:
+                self._observe(fiber, int(address), event, "relaxed", SYS)
+        if len(what.addresses) <= LARGEST_POLL:
+            self.polled(fiber, parts[0][0], what.addresses, made, event)
+        return made
+
+    @staticmethod
+    def _own_words(region: Region, addresses: Any, write: bool) -> bool:
+        """Whether a primitive uses the words at the head of a heap, which is no event; nobody else may."""
+        if region.quiet and not _by_a_primitive():
+            raise Found("out of bounds", address=int(addresses[0]), write=write, count=len(addresses))
+        return region.quiet
+
+    def _befores(self, addresses: Any, size: int, parts: list[tuple[Region, Any]]) -> dict[int, int]:
+        """Values of those words among the addresses that atomics use."""
+        if not any(region.words for region, _ in parts):
+            return {}
+        return {int(a): peek(int(a), size) for a in addresses if int(a) in self.words}
+
+    def atomic(self, what: Atomic, do: Callable[[], Any]) -> Any:
+        if not len(what.addresses):
+            return do()
+        fiber = self.current
+        assert fiber is not None
+        parts = self.locate(what.addresses, what.size, what.changes)
+        if self._own_words(parts[0][0], what.addresses, what.changes):
+            return do()
+        self.pause(fiber)
+        scope = SCOPES[what.scope]
+        event = self.event(fiber, f"atomic_{what.operation}({what.sem}, {what.scope})")
+        befores = [peek(int(a), what.size) for a in what.addresses]
+        made = do()
+        afters = [peek(int(a), what.size) for a in what.addresses]
+        swapped = what.operation == "cas" and befores == [int(w) for w in np.asarray(what.wanted).ravel()]
+        write = what.changes and (what.operation != "cas" or swapped)
+        for region, at in parts:
+            self.touch(fiber, region, at, write, LANE, scope, event, read=True)
+        for address in what.addresses:
+            self._observe(fiber, int(address), event, what.sem, scope, write)
+        if write:
+            self._publish(fiber, what, event, befores, afters)
+            for region, _ in parts:
+                region.words = True
+        if write and befores != afters:
+            self.changed(fiber, parts, event)
+        else:
+            fiber.handle = made
+            self.polled(fiber, parts[0][0], what.addresses, made, event)
+            if what.operation == "cas" and fiber.polls:
+                fiber.polls[-1].wanted = ("==", int(np.asarray(what.wanted).ravel()[0]))
+        return made
+
+    def _observe(self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False) -> None:
+        """What reading a word teaches a fiber."""
+        word = self.words.get(address)
+        if word is None:
+            return
+        acquires = sem in ("acquire", "acq_rel")
+        reached = False
+        for (rank, reach), clock in word.messages.items():
+            if (rank == fiber.rank and min(reach, scope) >= GPU) or (reach == SYS and scope == SYS):
+                if acquires:
+                    fiber.knows.learn(clock)
+                    reached = True
+                else:
+                    fiber.fenced = clock.copy() if fiber.fenced is None else np.maximum(fiber.fenced, clock)
+        if word.history:
+            last = word.history[-1]
+            last.seen = last.seen or (last.fiber is not fiber and not write)
+            why = "" if reached else self._why_not(last, fiber, acquires, scope)
+            fiber.seen[last.fiber.number] = fiber.waits[address] = Seen(reached, why, event, last)
+
+    def _why_not(self, last: Signal, fiber: Fiber, acquires: bool, scope: int) -> str:
+        if last.sem not in ("release", "acq_rel"):
+            return "relaxed signal"
+        if not acquires:
+            return "relaxed wait"
+        narrow = min(SCOPES.get(last.scope, SYS), scope)
+        return "scope" if (narrow < SYS and last.fiber.rank != fiber.rank) or narrow < GPU else ""
+
+    def _publish(self, fiber: Fiber, what: Atomic, event: int, befores: list[int], afters: list[int]) -> None:
+        scope = SCOPES[what.scope]
+        releases = what.sem in ("release", "acq_rel")
+        made: Clock | None = None
+        if releases:
+            made = self._published(fiber, len(what.addresses) == 1)
+        else:
+            for reach, clock in fiber.knows.released.items():
+                made = clock if made is None else np.maximum(made, clock)
+                scope = min(scope, reach)
+        for address, before, after in zip((int(a) for a in what.addresses), befores, afters, strict=True):
+            word = self.words.setdefault(address, Word())
+            if made is not None:
+                key = (fiber.rank, scope)
+                old = word.messages.get(key)
+                word.messages[key] = made.copy() if old is None else np.maximum(old, made)
+            sem = what.sem if releases or made is None else "release"
+            self._signalled(fiber, address, event, before, after, sem, what.scope, what.operation, keep=True)
+
+    def _published(self, fiber: Fiber, single: bool) -> Clock:
+        if fiber.kind != "program" or not self.barriers:
+            fiber.knows.barrier()
+        return fiber.knows.published(single)
+
+    def _signalled(
+        self, fiber: Fiber, address: int, event: int, before: int, after: int, sem: str, scope: str, operation: str,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
+        word = self.words[address]
+        if not keep:
+            word.messages.clear()  # a store that is no atomic ends the releases before it
+        word.history.append(Signal(fiber, event, before, after, sem, scope, operation))
+
+    def barrier(self) -> None:
+        if self.current is not None:
+            self.current.knows.barrier()
+
+    def ptx(self, word: str) -> int:
+        fiber = self.current
+        assert fiber is not None
+        if "globaltimer" in word:
+            return self.clock + len(self.events) * TICK
+        if word.startswith("cp.async.bulk.wait_group"):
+            fiber.knows.flush()
+        elif word.startswith("fence.proxy"):
+            fiber.knows.admit()
+        elif word.startswith(("fence", "membar")):
+            self.fence(fiber, {"gl": "gpu"}.get(word.rsplit(".", 1)[-1], word.rsplit(".", 1)[-1]))
+        return 0
+
+    def fence(self, fiber: Fiber, scope: str) -> None:
+        if fiber.fenced is not None:
+            fiber.knows.learn(fiber.fenced)
+            fiber.fenced = None
+        fiber.knows.released[SCOPES[scope]] = fiber.knows.published(True)
+
+    def compared(self, left: Any, right: Any, how: str) -> None:
+        """The interpreter compares two values: what a poll returned is one side, what is wanted the other."""
+        fiber = self.current
+        if fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
+            return
+        fiber.polls[-1].wanted = (how, int(np.asarray(right.data).ravel()[0]))
+
+    # --- happens-before ----------------------------------------------------------------------------------------------
+
+    def event(self, fiber: Fiber, what: str) -> int:
+        """Notes who does what where; returns its number."""
+        file, line = _line()
+        self.events.append((fiber, what, file, line))
+        if len(self.events) > MOST_EVENTS:
+            raise Found("no end", events=len(self.events))
+        self.happened()
+        return len(self.events) - 1
+
+    def touch(
+        self, fiber: Fiber, region: Region, at: Any, write: bool, component: int, kind: int, event: int,
+        proxy: bool = False, read: bool = False,
+    ) -> None:  # fmt: skip
+        """Checks an access against what is known of the elements, and notes it."""
+        shadow, knows = region.shadow, fiber.knows
+        clock = knows.proxy if proxy else knows.now
+        conflict = shadow.check(at, clock, write, kind, fiber.rank, self.rank_of)
+        if conflict is not None and self.dead is None:  # after a rank has stopped only ends of waits are judged
+            if proxy and shadow.check(at, knows.now, write, kind, fiber.rank, self.rank_of) is None:
+                conflict = replace(conflict, scopes=False, proxy=True)
+            raise Found(
+                "race",
+                region=region,
+                index=int(at[conflict.index]),
+                conflict=conflict,
+                event=event,
+                write=write,
+                strength=kind,
+            )
+        mine = knows.first + component
+        if (not write or read) and not shadow.written[at].all() and not region.freed:
+            index = int(at[int((~shadow.written[at]).argmax())])
+            self.unwritten.append((fiber, event, region, index))
+        if write:
+            shadow.note_write(at, mine, int(knows.now[mine]), event, kind)
+        else:
+            shadow.note_read(at, mine, int(knows.now[mine]), event, kind, knows.now)
+
+    # --- polling -----------------------------------------------------------------------------------------------------
+
+    def polled(self, fiber: Fiber, region: Region, addresses: Any, made: Any, event: int) -> None:
+        """Puts a fiber to sleep that reads the same again with nothing in between."""
+        data = np.asarray(made.data)
+        key = (self.events[event][3], int(addresses[0]), len(addresses), data.tobytes())
+        if key in fiber.known:
+            fiber.repeats += 1
+        else:
+            fiber.known.add(key)
+            fiber.repeats, fiber.patience, self.chances = 0, 2, 0
+        fiber.handle = made
+        poll = Poll(region, int(addresses[0]), int(data.ravel()[0]) if data.dtype.kind in "iub" else 0, event)
+        wanted = [each.wanted for each in fiber.polls if each.address == poll.address]
+        poll.wanted = wanted[-1] if wanted else None
+        fiber.polls = [*[each for each in fiber.polls if each.address != poll.address][-3:], poll]
+        if fiber.repeats < fiber.patience:
+            return
+        fiber.asleep = True
+        for each in fiber.polls:
+            each.region.waiting.setdefault(each.address, []).append(fiber)
+        if len(addresses) > 1:
+            for address in addresses[1:]:
+                region.waiting.setdefault(int(address), []).append(fiber)
+
+    def changed(self, fiber: Fiber, parts: list[tuple[Region, Any]], event: int) -> None:
+        """Something was written: it is progress, and who waits there looks again."""
+        fiber.known.clear()
+        fiber.polls, fiber.handle, self.chances = [], None, 0
+        for region, at in parts:
+            if region.waiting:
+                size = region.size
+                written = {region.begin + int(index) * size for index in at}
+                for address in [a for a in region.waiting if a - (a - region.begin) % size in written]:
+                    for sleeper in region.waiting.pop(address):
+                        self.wake(sleeper)
+
+    def wake(self, fiber: Fiber) -> None:
+        if fiber.asleep and fiber.rank != self.dead:
+            fiber.asleep, fiber.repeats = False, 0
+            self.ready.append(fiber)
+
+    @staticmethod
+    def place() -> str:
+        """File and line of the user's program, for a message."""
+        file, line = _line()
+        return f"{file}:{line}"
+
+
+def _by_a_primitive() -> bool:
+    """Whether the innermost kernel or device function is one of `interlace.symmetric.device`."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == DEVICE:
+            return True
+        if not file.startswith(OWN):
+            return False
+        frame = frame.f_back
+    return False
+
+
+_own: dict[str, bool] = {}
+
+
+def _line() -> tuple[str, int]:
+    """File and line of the innermost frame that is the user's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        own = _own.get(file)
+        if own is None:
+            own = _own[file] = file.startswith(OWN)
+        if not own:
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "?", 0
