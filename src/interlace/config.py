@@ -58,7 +58,8 @@ class ParallelPlan(Section):
     `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
     `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
-    what lies between the products over `tp` too: norms, residual, dropout.
+    what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
+    other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
     """
 
     _place: ClassVar[str] = ""
@@ -80,6 +81,7 @@ class ParallelPlan(Section):
     overlap: Annotated[str, OneOf(("on", "off"))] = "on"
     transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
+    exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

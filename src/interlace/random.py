@@ -100,18 +100,18 @@ def permutation(key: int, n: int) -> Tensor:
     return torch.sort(words[:, 0] << 31 | words[:, 1] >> 1, stable=True).indices
 
 
-def dropout_mask(key: int, sample: Tensor, row: Tensor, count: int, p: float) -> Tensor:
-    """Which elements dropout keeps: bool [..., count], True with probability 1 - p.
+def dropout_mask(key: int, sample: Tensor, row: Tensor, count: int, p: float, start: int = 0) -> Tensor:
+    """Which elements `start` .. of a row dropout keeps: bool [..., count], True with probability 1 - p.
 
     `sample` and `row` are int64 of shapes that broadcast to [...]; element j of an output row depends on nothing but
     (key, its sample modulo 2**32, its row modulo 2**64, j).  `row` counts inside the sample: a position, or a head and
     a position.
     """
     sample, row = torch.broadcast_tensors(sample, row)
-    block = torch.arange((count + 3) // 4, device=row.device)
+    block = torch.arange(start // 4, (start + count + 3) // 4, device=row.device)
     row = row.unsqueeze(-1)
     words = torch.stack(philox(key, (block, row & _LOW, row >> 32 & _LOW, sample.unsqueeze(-1) & _LOW)), -1)
-    return words.flatten(-2)[..., :count] >= round(p * 2.0**32)
+    return words.flatten(-2)[..., start % 4 :][..., :count] >= round(p * 2.0**32)
 
 
 def _words(key: int, first: int, blocks: int, device: torch.device | str | None) -> Tensor:

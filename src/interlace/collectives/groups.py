@@ -91,22 +91,27 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     return groups
 
 
-def neighbours(groups: Groups, axis: str, count: int, timeout: float) -> Group:
+def neighbours(groups: Groups, axis: str, count: int, timeout: float, name: str = "") -> Group:
     """The `count` neighbours along `axis`, this rank among them, as a group of the same axis, stream and meter.
 
-    Collective over the whole world; `count` divides the axis.
+    name: makes it an axis of its own, with its own stream, that `groups` knows.  Collective over the whole world;
+    `count` divides the axis.
     """
     whole, mine = groups[axis], None
     assert whole.size % count == 0, (whole.size, count)
-    if count == whole.size:
+    if count == whole.size and not name:
         return whole
+    stream = torch.cuda.Stream(whole.device) if name and whole.device.type == "cuda" else whole.stream
     for ranks in groups.mesh.groups(axis):
         for first in range(0, len(ranks), count):
             members = ranks[first : first + count]
             made = dist.new_group(list(members), timeout=datetime.timedelta(seconds=timeout)) if count > 1 else None
             if groups.rank in members:
-                mine = Group(axis, members, members.index(groups.rank), whole.device, whole.meter, made, whole.stream)
+                place = members.index(groups.rank)
+                mine = Group(name or axis, members, place, whole.device, whole.meter, made, stream)
     assert mine is not None
+    if name:
+        groups.by_axis[name] = mine
     return mine
 
 

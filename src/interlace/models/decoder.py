@@ -91,9 +91,15 @@ class Decoder(nn.Module):
 
     `rows` is set where the residual stream is split: B T -> the range of those positions that is held here; between
     embedding and head x is then [1 rows D].
+
+    `pattern` and `all_labels` are set where each sequence is split: tokens, labels, positions and columns are then
+    those that are held here, documents those of the whole sequences.  `pattern` makes what the replaced cores of
+    attention read, and `all_labels` gives the labels of each whole sequence from those held here.
     """
 
     rows: Callable[[int], tuple[int, int]] | None = None
+    pattern: Callable[..., Any] = staticmethod(Pattern)
+    all_labels: Callable[[Tensor], Tensor] = staticmethod(lambda counts_B: counts_B)
 
     def __init__(
         self, cfg: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -152,7 +158,7 @@ class Decoder(nn.Module):
         """The same of the losses [B] of several layers, in their order."""
         if not losses:
             return torch.zeros((), device=counts_B.device)
-        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * counts_B).sum()
+        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * self.all_labels(counts_B)).sum()
 
     def hidden(self, x: Tensor, context: Context) -> Tensor:
         """Embedding (if it is here) and blocks (those that are here): tokens_BT or x_BTD -> x_BTD."""
@@ -184,7 +190,7 @@ class Decoder(nn.Module):
             samples_B=torch.arange(batch, device=device) if samples_B is None else samples_B.to(device),
             columns_T=columns_T,
             rotary=rotary_table(self.cfg, columns_T[None] if positions_BT is None else positions_BT),
-            patterns={window: Pattern(batch, length, device, documents_BT, window) for window in windows},
+            patterns={window: self.pattern(batch, length, device, documents_BT, window) for window in windows},
             dropout_key=dropout_key,
             rows=None if self.rows is None else self.rows(batch * length),
         )

@@ -72,6 +72,13 @@ class Leave(nn.Module):
         return x_BTD
 
 
+class Balance(nn.Module):
+    """`balance_loss`; replaced where not every position of a sequence is here."""
+
+    def forward(self, load_BX: Tensor, mass_BX: Tensor, length: int, k: int) -> Tensor:
+        return balance_loss(load_BX, mass_BX, length, k)
+
+
 class MoE(nn.Module):
     """x_BTD -> x_BTD; hands its balance loss to the context when the configuration gives it a coefficient."""
 
@@ -87,6 +94,7 @@ class MoE(nn.Module):
         self.gate = Stacked(X, F_, D, **new)
         self.up = Stacked(X, F_, D, **new)
         self.down = Stacked(X, D, F_, **new)
+        self.balance = Balance()
         self.enter = Enter()
         self.leave = Leave()
 
@@ -98,7 +106,7 @@ class MoE(nn.Module):
                 probabilities_BTX = own_BTX.softmax(dim=-1, dtype=torch.float32)
             load_BX = load(experts_BTk, probabilities_BTX.shape[-1])
             mass_BX = probabilities_BTX.sum(dim=1)
-            context.add_router_loss(self.layer, balance_loss(load_BX, mass_BX, x_BTD.shape[1], self.k))
+            context.add_router_loss(self.layer, self.balance(load_BX, mass_BX, x_BTD.shape[1], self.k))
         mixed_ND = mix(
             x_BTD.flatten(0, 1),
             weights_BTk.flatten(0, 1),

@@ -14,6 +14,7 @@ from itertools import product
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
+from interlace.plan.context import EXCHANGES, local_heads, splits_heads
 from interlace.plan.memory import estimate, gib, micro_batching
 from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
@@ -85,8 +86,8 @@ def random_plans(
 ) -> tuple[ParallelPlan, ...]:
     """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
 
-    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches, overlap
-    and sequence; the rest is as in `config.plan`.
+    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches,
+    overlap, sequence and exchange; the rest is as in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -105,6 +106,7 @@ def random_plans(
             micro_batch_size=0,
             overlap=draw.choice(("on", "off")),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
+            exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
         )  # fmt: skip
         if _reason(config, cfg, plan, plan.world, available_axes) is None:
             found.setdefault(plan)
@@ -193,6 +195,12 @@ def _divides_model(
         return reason
     if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
         return f"asks for cp={plan.cp}, found {config.data.sequence_length} positions for {2 * plan.cp} slices"
+    if plan.cp > 1 and plan.exchange == "ulysses" and not splits_heads(*local_heads(cfg, plan.tp), plan.cp):
+        heads, kv_heads = local_heads(cfg, plan.tp)
+        return (
+            f"asks for exchange=ulysses, which cannot deal out {heads} query and {kv_heads} kv heads over "
+            f"cp={plan.cp} (ring and gather can)"
+        )
     return None
 
 
@@ -302,6 +310,8 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
             fewer = min(asked.chunks, config.model_config().num_layers // pp)
             pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
         meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)]
+        exchanges = {asked.exchange, "auto"} if cp > 1 else {asked.exchange}
+        meshes = [replace(mesh, exchange=exchange) for mesh in meshes for exchange in sorted(exchanges)]
         for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
             yield replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
 
@@ -343,6 +353,7 @@ def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
         + 4 * recompute
         + 2 * micro_batches
         + (plan.micro_batch_size != asked.micro_batch_size)
+        + (plan.exchange != asked.exchange)
         + 8 * (plan.schedule != asked.schedule)
         + 9 * abs(math.log2(plan.chunks / asked.chunks))
         + (plan.layers != asked.layers)

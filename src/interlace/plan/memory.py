@@ -33,6 +33,7 @@ from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import zero as engine
+from interlace.plan.context import as_data, choose, local_heads
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import slices
 from interlace.schedule import generate, read_csv, validate
@@ -101,7 +102,8 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
     names = [name for _, part in own for name in part]
     layers = sum(name.startswith("blocks") for name in names)
 
-    runs = _runs(cfg, plan.dp, plan.shard, plan.tp, plan.cp, plan.ep, tuple(names))
+    merged = replace(as_data(plan), micro_batches=count, micro_batch_size=0)  # whose ranks share the weights
+    runs = _runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, tuple(names))
     held = sum(run.held(plan.zero) for run in runs)
     whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches
     copied = sum(
@@ -114,11 +116,11 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
     activations = _activations(config, cfg, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
-    lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, plan, runs, device)
+    lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, merged, runs, device)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
         logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
-    moments = _moments(config, plan, runs, device, activations, logits, layers, _rows(tokens, plan))
+    moments = _moments(config, merged, runs, device, activations, logits, layers, _rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied,
@@ -225,15 +227,18 @@ class _Run:
 
 
 @functools.lru_cache(maxsize=1024)
-def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, cp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
-    """The runs of the units `names`, in order of execution, on the rank with the largest slices."""
+def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
+    """The runs of the units `names`, in order of execution, on the rank with the largest slices.
+
+    dp: the ranks that share weights, those of cp among them.
+    """
     places = {name: position for position, name in enumerate(units(cfg))}
     found: dict[tuple[int, int], list[int]] = {}
     for parameter in parameters(cfg):
         is_root = parameter.tied_to is not None
         if parameter.unit not in names and not (is_root and "head" in names):
             continue
-        ways = max(1, dp * cp // ep) if parameter.role is Role.EXPERT and ep > 1 else dp
+        ways = max(1, dp // ep) if parameter.role is Role.EXPERT and ep > 1 else dp
         position = -1 if is_root else places[parameter.unit]
         found.setdefault((position, ways), []).append(_local_numel(parameter, tp, ep))
     return tuple(
@@ -280,16 +285,20 @@ def _activations(
     compute = 2 if config.train.precision == "bf16" else 4
     length = math.ceil(config.data.sequence_length / plan.cp)
     documents = config.data.documents == "separate"
+    exchange = choose(config, plan) if plan.cp > 1 else ""
 
     def saved(recompute: str) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
-            cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows
-        )
+            cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows, plan.cp,
+            exchange,
+        )  # fmt: skip
 
     total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
     if plan.recompute != "none":
         total += saved("none") - saved(plan.recompute)  # the block that backward has run again
+    if exchange in ("ring", "gather"):
+        total += _exchanged(cfg, plan, exchange, sequences * length, compute)
     tokens = sequences * length
     first = next((most for most, names in own if "embedding" in names), 0)
     total += first * tokens * 8  # token numbers
@@ -297,6 +306,15 @@ def _activations(
     if any("head" in names for _, names in own):
         total += _rows(tokens, plan) * (_norm_bytes(cfg, compute, device) + cfg.hidden_size * compute)
     return total
+
+
+def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int) -> int:
+    """What one layer's backward holds while it runs block by block: own keys and values together, those of two stages
+    and what leaves, the fp32 gradients of q and of own, of one stage's leaving and arriving keys and values."""
+    heads, kv_heads = local_heads(cfg, plan.tp)
+    own = 2 * tokens * kv_heads * cfg.head_dim
+    stage = own if exchange == "ring" else own // kv_heads * (plan.cp - 1)
+    return compute * (own + 3 * stage) + 4 * (own + 2 * stage + tokens * heads * cfg.head_dim)
 
 
 def _rows(tokens: int, plan: ParallelPlan) -> int:
@@ -315,8 +333,12 @@ def block_activations(
     compiled: bool = False,
     tp: int = 1,
     split_rows: bool = True,
+    cp: int = 1,
+    exchange: str = "",
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
+
+    length: that of one rank of cp.  exchange: that of attention, where cp > 1.
 
     full        the block's input
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
@@ -342,7 +364,15 @@ def block_activations(
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
-    core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+    if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
+        core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
+        core += 0 if recompute == "selective" else 4 * N * cfg.num_heads
+    elif exchange == "ulysses":
+        dealt = replace(cfg, num_heads=cfg.num_heads // cp, num_kv_heads=max(1, cfg.num_kv_heads // cp))
+        core = _attention_bytes(dealt, sequences, length * cp, c, recompute, documents, device)
+        core += N * cfg.num_heads * E * c  # the output, back at its positions
+    else:
+        core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
     return rows * per_row + N * per_token + core
 
 

@@ -10,12 +10,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
-from interlace.plan import tensor
+from interlace.plan import context, tensor
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.schedule.table import SENDS
@@ -114,8 +114,17 @@ def travels_narrow(config: Config, batch: int) -> bool:
     return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
 
 
-def share(config: Config, rank: int, batch: int) -> Share:
-    """The part of `rank` in a step on a global batch of `batch` sequences."""
+def share(config: Config, rank: int, batch: int, documents: context.Documents | None = None) -> Share:
+    """The part of `rank` in a step on a global batch of `batch` sequences.
+
+    documents: where documents begin in each sequence, which decides what travels along cp; None = attention does not
+    care.
+    """
+    given = config
+    if given.plan.cp > 1:
+        count = micro_batch_count(given.plan, batch)
+        merged = replace(context.as_data(given.plan), micro_batches=count, micro_batch_size=0)
+        config = replace(config, plan=merged)
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
@@ -143,15 +152,24 @@ def share(config: Config, rank: int, batch: int) -> Share:
     if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
         adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
         gradients += adding // plan.dp  # what rounds add up in
-    counts = computed_sequences(plan, mesh, rank, batch, fixed)
-    length, place = config.data.sequence_length, mesh.index(rank, "tp")
+    whole_mesh, place = Mesh.of(given.plan), mesh.index(rank, "tp")
+    parts = computed_parts(given.plan, whole_mesh, rank, batch, fixed)
+    counts = [len(part) for part in parts]
+    position = whole_mesh.index(rank, "cp")
+    length = context.held(config.data.sequence_length, given.plan.cp, position)
     sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
     if plan.tp > 1:
         sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
         sent.update(_paid(plan, mesh, rank, found))
         sent["all_gather"] += SCALARS * (plan.tp - 1)
     if plan.pp > 1:
-        sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts))
+        sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts, length))
+    if given.plan.cp > 1:
+        those = [None if documents is None else [documents[i] for i in part] for part in parts]
+        cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+        home, stage = placement_of(plan), mesh.index(rank, "pp")
+        own = [part for at, part in zip(home, cut, strict=True) if at == stage] if plan.pp > 1 else [units(cfg)]
+        sent.update(context.sent(given, position, counts, those, compute, own))
     return Share(
         main=FP32 * held,
         copies=copies,
@@ -164,13 +182,19 @@ def share(config: Config, rank: int, batch: int) -> Share:
 
 def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> list[int]:
     """Sequences of each micro-batch that a rank computes of a global batch; an empty one has one without labels."""
-    count = micro_batch_count(plan, batch, fixed)
+    return [len(part) for part in computed_parts(plan, mesh, rank, batch, fixed)]
+
+
+def computed_parts(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> list[range]:
+    """The sequences of each micro-batch of a rank, by their place in the global batch; in an empty one stands the first
+    of all, without labels."""
+    count, index = micro_batch_count(plan, batch, fixed), mesh.index(rank, "dp")
     if fixed:
-        own = leaves(plan, batch)[mesh.coordinates(rank)["dp"] :: plan.dp]
-        return [len(leaf) for leaf in own] + [1] * (count - len(own))
-    start, stop = split(batch, plan.dp, mesh.coordinates(rank)["dp"])
+        own = leaves(plan, batch)[index :: plan.dp]
+        return own + [range(1)] * (count - len(own))
+    start, stop = split(batch, plan.dp, index)
     parts = (split(stop - start, count, number) for number in range(count))
-    return [max(1, last - first) for first, last in parts]
+    return [range(start + first, start + last) if first < last else range(1) for first, last in parts]
 
 
 def _is_summed_elsewhere(plan: ParallelPlan, mesh: Mesh, rank: int, run: Run, fixed: bool) -> bool:
@@ -182,15 +206,25 @@ def _is_summed_elsewhere(plan: ParallelPlan, mesh: Mesh, rank: int, run: Run, fi
 
 
 def _sent_between_stages(
-    config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...], counts: list[int]
+    config: Config,
+    mesh: Mesh,
+    rank: int,
+    batch: int,
+    compute: int,
+    found: tuple[Run, ...],
+    counts: list[int],
+    length: int,
 ) -> Counter[str]:
-    """Bytes that a rank of a pipeline sends to its neighbours, and for what is added up over all stages."""
+    """Bytes that a rank of a pipeline sends to its neighbours, and for what is added up over all stages.
+
+    length: positions of each sequence that it holds.
+    """
     plan, cfg = config.plan, config.model_config()
     fixed = config.run.reproducible == "plan"
     place = mesh.index(rank, "pp")
     table = table_of(plan, len(counts), fixed)
     row = cfg.hidden_size * compute
-    sends = [counts[action.micro_batch or 0] * config.data.sequence_length for action in table.rows[place]
+    sends = [counts[action.micro_batch or 0] * length for action in table.rows[place]
              if action.kind in SENDS]  # fmt: skip
     if plan.tp > 1 and plan.sequence == "on":  # a rank sends the rows that it holds
         bounds = (split(rows, plan.tp, mesh.index(rank, "tp")) for rows in sends)

@@ -16,7 +16,7 @@ restart or batch size changes it.  A `Cursor` counts sequences, not steps or bat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class Cursor:
 class Batch:
     """B sequences, int64 on the CPU; B may be 0 (a rank without a share of a short batch).
 
-    samples_B = epoch * num_sequences + sequence number: unique in a run, the key of dropout.
+    samples_B = epoch * num_sequences + sequence number: unique in a run, the key of dropout.  columns_T: where the
+    columns stand in their sequences, if these are some of them; documents_BT still tells of all.
     """
 
     tokens_BT: Tensor
@@ -57,6 +58,12 @@ class Batch:
     documents_BT: Tensor
     samples_B: Tensor
     separate: bool = True
+    columns_T: Tensor | None = None
+
+    def at(self, columns_T: Tensor) -> Batch:
+        """Some columns of the batch, in the order given."""
+        tokens, labels, positions = (x[:, columns_T] for x in (self.tokens_BT, self.labels_BT, self.positions_BT))
+        return replace(self, tokens_BT=tokens, labels_BT=labels, positions_BT=positions, columns_T=columns_T)
 
     def to(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
         """Tokens, labels, positions, documents and samples on `device`, in the order that `Decoder.loss` takes them.

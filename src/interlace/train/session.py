@@ -11,16 +11,18 @@ from pathlib import Path
 import torch
 
 from interlace import random, spec
-from interlace.collectives import Groups, Meter, all_gather, make_groups
+from interlace.collectives import Groups, Meter, all_gather, make_groups, neighbours
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, Vocabulary, initial_value
+from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
+from interlace.plan import context
 from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.tensor import across_hosts
@@ -37,7 +39,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Session:
-    """`steps`: of the whole run; `cursor`: the next global batch."""
+    """`steps`: of the whole run; `cursor`: the next global batch; `columns_T`: positions of each sequence that are
+    here, None = all.  `groups["dp"]` are all ranks that share weights, cp's neighbours among them."""
 
     world: World
     cfg: Config
@@ -51,16 +54,17 @@ class Session:
     steps: int
     cursor: Cursor
     notes: list[str] = field(default_factory=list)
+    columns_T: torch.Tensor | None = None
 
     def batches(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.  A rank without a share gets one without labels."""
         indices = self.dataset.indices(self.cursor, self.cfg.train.global_batch)
-        dp = self.groups["dp"]
+        dp = self.groups["dp"]  # with run.reproducible="plan" there is no cp
         if self.is_fixed:
             dealt = fixed_leaves(self.cfg.plan, len(indices))[dp.rank :: dp.size]
             idle = micro_batch_count(self.cfg.plan, len(indices), fixed=True) - len(dealt)
             return [self._batch([indices[i] for i in leaf], indices[0]) for leaf in [*dealt, *[range(0)] * idle]]
-        own = shard(indices, dp.size, dp.rank)
+        own = shard(indices, self.cfg.plan.dp, dp.rank // self.cfg.plan.cp)
         count = micro_batch_count(self.cfg.plan, len(indices))
         return [self._batch(part, indices[0]) for part in micro_batches(own, count)]
 
@@ -68,7 +72,7 @@ class Session:
         batch = self.dataset.sequences(self.cursor.epoch, part or [stand_in])
         if not part:
             batch.labels_BT.fill_(IGNORED)
-        return batch
+        return batch if self.columns_T is None else batch.at(self.columns_T)
 
     @property
     def is_fixed(self) -> bool:
@@ -97,7 +101,7 @@ def build(world: World, cfg: Config) -> Session:
     dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
     mesh = Mesh.of(cfg.plan)
     meter = Meter(world.waiting)
-    groups = make_groups(mesh, world.rank, world.device, cfg.run.timeout, meter)
+    groups = make_groups(Mesh.of(context.as_data(cfg.plan)), world.rank, world.device, cfg.run.timeout, meter)
     _agree(groups, dataset)
     decoder = Decoder(model_cfg, device="meta", dtype=torch.float32)
     units: Sequence[str] = UNITS
@@ -108,6 +112,11 @@ def build(world: World, cfg: Config) -> Session:
         from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
 
         decoder.head.softmax_rows = softmax_rows
+    axis_of_cp = None
+    if cfg.plan.cp > 1:
+        ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
+        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, context.choose(cfg, cfg.plan))
+        split_sequences(decoder, axis_of_cp)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     here = {name for name, _ in decoder.named_parameters()}
     parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
@@ -143,6 +152,8 @@ def build(world: World, cfg: Config) -> Session:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    if axis_of_cp is not None:
+        made.columns_T = axis_of_cp.columns()
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):

@@ -77,6 +77,7 @@ class Staged:
         self.heads: dict[int, Tensor] = {}  # losses of the vocabulary
         self.cut_layers = [sum(name.startswith("blocks.") for name in names) for names in cut]
         self.given: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]] = []
+        self.columns_T: Tensor | None = None
         self.dropout_key = 0
         self.labels: Callable[[], int] = lambda: 1
         self._pipelines: dict[tuple[int, bool], Pipeline] = {}
@@ -102,7 +103,13 @@ class Staged:
             tokens_BT, labels_BT, positions_BT, documents_BT, samples_B = self.given[micro_batch]
             batch, length = tokens_BT.shape
             context = part.context(
-                (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, self.dropout_key
+                (batch, length),
+                tokens_BT.device,
+                positions_BT,
+                documents_BT,
+                samples_B,
+                self.dropout_key,
+                self.columns_T,
             )
             self.model.ready(stage)
             output = part.hidden(tokens_BT if x is None else x, context)
@@ -138,6 +145,8 @@ class Staged:
         self.labels = self._once(counting, now(device))
         self.dropout_key = dropout_key
         self.given = [batch.to(device) for batch in batches]
+        columns_T = batches[0].columns_T  # alike in all
+        self.columns_T = None if columns_T is None else columns_T.to(device)
         shapes = [self._shape(*given[0].shape) for given in self.given]
         self.model.begin(leaves)
         dtype = self.model.computing_dtype

@@ -59,7 +59,8 @@ def forward_backward(
         last = number == len(micro_batches) - 1
         with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
             with meter.work("compute", f"0F{number}", device):
-                part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key)
+                columns_T = None if batch.columns_T is None else batch.columns_T.to(device)
+                part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key, columns_T=columns_T)
             if number == 0:
                 stood = now(device)
                 labels = int(counting.wait().sum())

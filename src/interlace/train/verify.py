@@ -161,7 +161,7 @@ def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str
             for rank, found in enumerate(ranks)
             if found["digests"][what] != ranks[rank // size * size]["digests"][what]
         ]
-    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone["batch"])]
+    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone)]
     return Report(cfg.plan, len(alone["losses"]), tuple(differences), tuple(accounts))
 
 
@@ -265,7 +265,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         ],
         lr=cfg.train.learning_rate,
     )
-    losses, batch = [], 0
+    losses, batch, documents = [], 0, None
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     for step in range(steps):
         world.status(step=step, operation="reference step")
@@ -282,13 +282,20 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             _write(folder, "gradient-reference", {n: p.grad for n, p in named.items() if p.grad is not None})
         if step == 1:
             batch = len(indices)
+            if dataset.separate:
+                documents = _starts(dataset.sequences(cursor.epoch, indices).documents_BT)
         if cfg.train.clip > 0:
             torch.nn.utils.clip_grad_norm_(decoder.parameters(), cfg.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         cursor = dataset.advance(cursor, cfg.train.global_batch)
     _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()})
-    return {"losses": losses, "batch": batch}
+    return {"losses": losses, "batch": batch, "documents": documents}
+
+
+def _starts(documents_BT: torch.Tensor) -> list[list[int]]:
+    """Where documents begin in every sequence."""
+    return [[t for t, number in enumerate(row) if t == 0 or number != row[t - 1]] for row in documents_BT.tolist()]
 
 
 def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
@@ -448,8 +455,8 @@ def _relative(apart: float, scale: float) -> float:
     return apart / scale if scale > 0 else (0.0 if apart == 0 else math.inf)
 
 
-def _accounts(cfg: Config, rank: int, found: dict[str, Any], batch: int) -> Iterator[Account]:
-    expected = share(cfg, rank, batch)
+def _accounts(cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any]) -> Iterator[Account]:
+    expected = share(cfg, rank, alone["batch"], alone["documents"])
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))

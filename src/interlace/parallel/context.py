@@ -1,0 +1,439 @@
+"""The context axis of a decoder: each sequence split over `cp`, attention to keys that other ranks hold.
+
+Equals, in plain collectives, an all-gather of keys and values before attention and a reduce-scatter of their gradients
+behind it.  Sequences lie in the layout "T/cp~", so that causal attention is even.  Three exchanges:
+
+    ring      keys and values of one other rank at a time, straight from their owner, while those of the one before are
+              attended to; at most two ranks' are here at once                     (Liu et al., arXiv 2310.01889)
+    gather    those of all other ranks, one key-value head at a time, while the head before is attended to
+    ulysses   heads are dealt out: every rank attends to the whole sequence with some of them
+                                                                                   (Jacobs et al., arXiv 2309.14509)
+
+Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32, gradients of keys and
+values are fp32, travel to their owner and are added there in one order.  Blocks that the mask leaves empty are neither
+sent nor computed; every rank knows all documents, so all agree on them without a word.  Keys and values are fetched
+again in backward, not kept.  Ulysses runs the model's own attention in between, whatever its mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from interlace import random
+from interlace.collectives import Group, Handle, all_to_all, sum_scalars
+from interlace.parallel.blocks import Tile, Tiling, backward, forward, merge
+from interlace.plan import context as plan
+from interlace.plan.context import Stage
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceAxis:
+    """The context axis: its ranks, the length of every sequence, and the exchange ("ring", "gather", "ulysses")."""
+
+    group: Group
+    length: int
+    exchange: str
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """The pieces that this rank holds."""
+        return plan.places(self.group.size, self.group.rank)
+
+    def columns(self, rank: int | None = None) -> Tensor:
+        """Positions that a rank (this one when None) holds, in the order in which it holds them: int64, on the CPU."""
+        cut = plan.pieces(self.length, self.group.size)
+        held = plan.places(self.group.size, self.group.rank if rank is None else rank)
+        return torch.cat([torch.arange(*cut[place]) for place in held])
+
+    def counts(self) -> list[int]:
+        """Positions that each rank holds."""
+        return [plan.held(self.length, self.group.size, rank) for rank in range(self.group.size)]
+
+
+def split_sequences(decoder: Any, axis: SequenceAxis) -> None:
+    """Puts what knows the axis in the place of every attention core, pattern and balance loss of a decoder."""
+    whole = decoder.pattern
+
+    def pattern(batch: int, length: int, device: Any, documents_BT: Tensor | None, window: int | None) -> SplitPattern:
+        return SplitPattern(axis, whole(batch, axis.length, device, documents_BT, window))
+
+    decoder.pattern = pattern
+    for module in list(decoder.modules()):
+        if hasattr(module, "core"):
+            module.core = SplitCore(module.core, axis)
+        if hasattr(module, "balance") and getattr(module, "balanced", False):
+            module.balance = SplitBalance(module.balance, axis)
+            decoder.all_labels = lambda counts_B: sum_scalars(counts_B, [axis.group], name="labels of each sequence")
+
+
+class SplitPattern:
+    """What queries see of whole sequences, cut into blocks.  `whole` is the pattern of one device."""
+
+    def __init__(self, axis: SequenceAxis, whole: Any) -> None:
+        self.axis = axis
+        self.whole = whole
+        self.tiling: Tiling | None = None
+
+    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
+        """Makes what the layers read, ahead of them."""
+        if self.axis.exchange == "ulysses":
+            self.whole.prepare(dtype, head_dim)
+        elif self.tiling is None:
+            self.tiling = Tiling(self.axis.length, self.axis.group.size, self.whole)
+
+
+class SplitCore(nn.Module):
+    """In the place of `AttentionCore`: (q_BTHE, k_BTKE, v_BTKE, context) -> [B T H E], T those positions held here."""
+
+    def __init__(self, core: Any, axis: SequenceAxis) -> None:
+        super().__init__()
+        self.inner = core
+        self.axis = axis
+        self.first_head = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Any) -> Tensor:
+        pattern = context.patterns[self.inner.window]
+        if self.axis.exchange == "ulysses":
+            return self._deal(q_BTHE, k_BTKE, v_BTKE, context, pattern)
+        drops = self.training and self.inner.dropout > 0.0
+        work = Blocks(self.axis, pattern.tiling, self._keep(context) if drops else None, self.inner.dropout)
+        attended: Tensor = _Attend.apply(q_BTHE, k_BTKE, v_BTKE, work)  # type: ignore[no-untyped-call]
+        return attended
+
+    def _deal(self, q: Tensor, k: Tensor, v: Tensor, context: Any, pattern: SplitPattern) -> Tensor:
+        axis, group = self.axis, self.axis.group
+        ranges = [plan.heads_of(q.shape[2], k.shape[2], group.size, rank) for rank in range(group.size)]
+        q, k, v = _Deal.apply(q, k, v, axis, ranges)  # type: ignore[no-untyped-call]
+        patterns = {window: split.whole for window, split in context.patterns.items()}
+        columns_T = torch.arange(axis.length, device=q.device)
+        self.inner.first_head = self.first_head + ranges[group.rank][0][0]
+        out = self.inner(q, k, v, dataclasses.replace(context, columns_T=columns_T, patterns=patterns))
+        collected: Tensor = _Collect.apply(out, axis, [own for own, _ in ranges])  # type: ignore[no-untyped-call]
+        return collected
+
+    def _keep(self, context: Any) -> Callable[[Tile, int], Tensor]:
+        """(tile, heads) -> the probabilities of the tile that dropout keeps, bool [rows H queries keys]."""
+        key = random.key(context.dropout_key, self.inner.layer)
+
+        def keep(tile: Tile, num_heads: int) -> Tensor:
+            device = context.samples_B.device
+            heads_H = self.first_head + torch.arange(num_heads, device=device)
+            columns_T = torch.arange(*tile.queries, device=device)
+            rows_1HT = ((heads_H[:, None] << 32) + columns_T[None, :])[None]
+            samples = context.samples_B[tile.rows][:, None, None]
+            start, stop = tile.keys
+            return random.dropout_mask(key, samples, rows_1HT, stop - start, self.inner.dropout, start)
+
+        return keep
+
+    def extra_repr(self) -> str:
+        return f"exchange={self.axis.exchange}"
+
+
+class SplitBalance(nn.Module):
+    """In the place of `Balance`: this rank's part of each sequence's balance loss, which is linear in `mass_BX`."""
+
+    def __init__(self, inner: Any, axis: SequenceAxis) -> None:
+        super().__init__()
+        self.inner = inner
+        self.axis = axis
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, load_BX: Tensor, mass_BX: Tensor, length: int, k: int) -> Tensor:
+        everywhere = sum_scalars(load_BX.flatten(), [self.axis.group], name="load of experts").view_as(load_BX)
+        loss_B: Tensor = self.inner(everywhere, mass_BX, self.axis.length, k)
+        return loss_B
+
+
+# --- block by block --------------------------------------------------------------------------------------------------
+
+Arrived = list[tuple[int, Tensor]]  # pieces of keys and values: number, [2 B n K E]
+
+
+class Blocks:
+    """One layer's attention by blocks: what travels when, and which tiles are computed."""
+
+    def __init__(
+        self,
+        axis: SequenceAxis,
+        tiling: Tiling,
+        keep: Callable[[Tile, int], Tensor] | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        self.axis = axis
+        self.tiling = tiling
+        self.keep = keep
+        self.dropout = dropout
+        self.cut = plan.pieces(axis.length, axis.group.size)
+        self.offsets: dict[int, int] = {}  # piece held here -> where it begins locally
+        at = 0
+        for place in axis.places:
+            self.offsets[place] = at
+            at += self.size(place)
+
+    def size(self, piece: int) -> int:
+        return self.cut[piece][1] - self.cut[piece][0]
+
+    def wanted(self, receiver: int, source: int) -> tuple[int, ...]:
+        return plan.wanted(self.tiling.blocks, self.axis.group.size, receiver, source)
+
+    def stages(self, kv_heads: int) -> list[Stage]:
+        """Those in which anything travels: the same on every rank."""
+        ways = self.axis.group.size
+        return [
+            stage
+            for stage in plan.stages(self.axis.exchange, ways, kv_heads)
+            if any(self.wanted((rank + d) % ways, rank) for rank in range(ways) for d in stage.distances)
+        ]
+
+    def own(self, kv: Tensor) -> Arrived:
+        """Views of the pieces that are held here."""
+        return [(place, kv[:, :, at : at + self.size(place)]) for place, at in self.offsets.items()]
+
+    def given(self, stage: Stage) -> list[tuple[int, ...]]:
+        """For every rank the own pieces that it takes in this stage."""
+        group = self.axis.group
+        near = {(group.rank + distance) % group.size for distance in stage.distances}
+        return [self.wanted(peer, group.rank) if peer in near else () for peer in range(group.size)]
+
+    def taken(self, stage: Stage) -> list[tuple[int, ...]]:
+        """For every rank its pieces that come here in this stage."""
+        group = self.axis.group
+        near = {(group.rank - distance) % group.size for distance in stage.distances}
+        return [self.wanted(group.rank, peer) if peer in near else () for peer in range(group.size)]
+
+    def circulate(self, kv: Tensor, compute: Callable[[Stage | None, Arrived], None]) -> None:
+        """Calls `compute` for the own pieces (None), then for those of each stage, the next being under way meanwhile.
+
+        kv: [2 B T K E], this rank's.  No more than two stages' keys and values are here at once.
+        """
+        stages = self.stages(kv.shape[3])
+        moving = self._fetch(stages[0], kv) if stages else None
+        compute(None, self.own(kv))
+        for number, stage in enumerate(stages):
+            assert moving is not None
+            arrived = moving.wait()
+            moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
+            compute(stage, arrived)
+            del arrived
+
+    def _fetch(self, stage: Stage, kv: Tensor) -> Handle[Arrived]:
+        heads, at = slice(*stage.heads), self.offsets
+        given, taken = self.given(stage), self.taken(stage)
+        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
+        parts = [kv[:, :, at[p] : at[p] + self.size(p), heads].reshape(-1) for there in given for p in there]
+        flat = torch.cat(parts) if parts else kv.new_empty(0)
+        sizes, arriving = self._sizes(given, row), self._sizes(taken, row)
+        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="keys and values")
+        return Handle(lambda: self.views(moving.wait(), taken, kv.shape, stage))
+
+    def give_back(self, stage: Stage, flat: Tensor, kv: Tensor) -> Callable[[], None]:
+        """Starts sending gradients of a stage's pieces to their owner; the result waits, and adds what came to `kv`.
+
+        flat: those gradients as `views` lays them out.  kv: gradients of the own keys and values.
+        """
+        given, taken = self.given(stage), self.taken(stage)
+        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
+        sizes, arriving = self._sizes(taken, row), self._sizes(given, row)
+        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="their gradients")
+
+        def add() -> None:
+            for piece, grads in self.views(moving.wait(), given, kv.shape, stage):
+                at = self.offsets[piece]
+                kv[:, :, at : at + self.size(piece), slice(*stage.heads)] += grads
+
+        return add
+
+    def views(self, flat: Tensor, pieces: Sequence[tuple[int, ...]], shape: torch.Size, stage: Stage) -> Arrived:
+        """Pieces that lie one after another, each [2 B n heads E]."""
+        batch, heads, head_dim = shape[1], stage.heads[1] - stage.heads[0], shape[4]
+        found, at = [], 0
+        for piece in (piece for those in pieces for piece in those):
+            made = (2, batch, self.size(piece), heads, head_dim)
+            count = 2 * batch * self.size(piece) * heads * head_dim
+            found.append((piece, flat[at : at + count].view(made)))
+            at += count
+        return found
+
+    def total(self, stage: Stage, shape: torch.Size) -> int:
+        """Elements that come here in a stage."""
+        row = 2 * shape[1] * (stage.heads[1] - stage.heads[0]) * shape[4]
+        return sum(self._sizes(self.taken(stage), row))
+
+    def _sizes(self, pieces: Sequence[tuple[int, ...]], row: int) -> list[int]:
+        return [row * sum(self.size(piece) for piece in those) for those in pieces]
+
+    def tiles(self, arrived: Arrived, stage: Stage | None, kv_heads: int, num_heads: int) -> list[_Piece]:
+        """Every tile between own queries and the pieces that are here, with what it reads."""
+        found = []
+        heads = stage.heads if stage is not None else (0, kv_heads)
+        shared = num_heads // kv_heads
+        for number, (b, kv) in enumerate(arrived):
+            for a, at in self.offsets.items():
+                for tile in self.tiling.tiles(a, b):
+                    queries = slice(tile.queries[0] - self.cut[a][0] + at, tile.queries[1] - self.cut[a][0] + at)
+                    keys = slice(tile.keys[0] - self.cut[b][0], tile.keys[1] - self.cut[b][0])
+                    own = slice(heads[0] * shared, heads[1] * shared)
+                    found.append(_Piece(tile, number, kv, queries, keys, own))
+        return found
+
+    def kept(self, piece: _Piece, num_heads: int) -> Tensor | None:
+        """What dropout leaves of a tile's probabilities: 0 or 1 / (1 - p), [rows heads queries keys]."""
+        if self.keep is None:
+            return None
+        return self.keep(piece.tile, num_heads)[:, piece.heads] * (1.0 / (1.0 - self.dropout))
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tile and where its operands lie: number and tensor of the piece of keys and values, slices, query heads."""
+
+    tile: Tile
+    number: int
+    kv: Tensor
+    queries: slice
+    keys: slice
+    heads: slice
+
+    @property
+    def query_index(self) -> tuple[slice, slice, slice]:
+        """Into [B T H ..]."""
+        return self.tile.rows, self.queries, self.heads
+
+    @property
+    def log_index(self) -> tuple[slice, slice, slice]:
+        """Into [B H T]."""
+        return self.tile.rows, self.heads, self.queries
+
+    @property
+    def key_index(self) -> tuple[slice, slice]:
+        """Into [B n K E]."""
+        return self.tile.rows, self.keys
+
+
+class _Attend(torch.autograd.Function):
+    """(q_BTHE, k_BTKE, v_BTKE) of the positions held here -> [B T H E], by ring or gather."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Blocks) -> Tensor:
+        num_heads, kv_heads = q.shape[2], k.shape[2]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+        logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
+
+        def compute(stage: Stage | None, arrived: Arrived) -> None:
+            for piece in work.tiles(arrived, stage, kv_heads, num_heads):
+                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
+                keep = work.kept(piece, num_heads)
+                made, log = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
+                merge(out[piece.query_index], logs[piece.log_index], made, log)
+
+        work.circulate(torch.stack((k, v)), compute)
+        ctx.work = work
+        result = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, result, logs)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logs = ctx.saved_tensors
+        work, num_heads, kv_heads = ctx.work, q.shape[2], k.shape[2]
+        delta = (grad.to(logs.dtype) * out.to(logs.dtype)).sum(dim=-1).transpose(1, 2)  # [B H T]
+        kv = torch.stack((k, v))
+        grad_q = torch.zeros_like(q, dtype=logs.dtype, memory_format=torch.contiguous_format)
+        grad_kv = torch.zeros_like(kv, dtype=logs.dtype)
+        returning: list[Callable[[], None]] = []
+
+        def compute(stage: Stage | None, arrived: Arrived) -> None:
+            if stage is None:
+                places = work.own(grad_kv)
+            else:
+                flat = grad_kv.new_zeros(work.total(stage, kv.shape))
+                places = work.views(flat, work.taken(stage), kv.shape, stage)
+            for piece in work.tiles(arrived, stage, kv_heads, num_heads):
+                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
+                index, log_index, place = piece.query_index, piece.log_index, places[piece.number][1]
+                mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)
+                saved = out[index], logs[log_index], delta[log_index]
+                made = backward(grad[index], q[index], keys, values, *saved, mask, keep)
+                grad_q[index] += made[0]
+                place[0][piece.key_index] += made[1]
+                place[1][piece.key_index] += made[2]
+            for add in returning:
+                add()
+            returning[:] = [work.give_back(stage, flat, grad_kv)] if stage is not None else []
+
+        work.circulate(kv, compute)
+        for add in returning:
+            add()
+        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None
+
+
+# --- heads dealt out -------------------------------------------------------------------------------------------------
+
+
+def deal(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range]) -> Tensor:
+    """Own positions of all heads -> all positions, in order, of this rank's range of heads: [B T H E]."""
+    group, counts = axis.group, axis.counts()
+    own = slice(*ranges[group.rank])
+    batch, head_dim = x_BTHE.shape[0], x_BTHE.shape[3]
+    parts = [x_BTHE[:, :, slice(*there)].reshape(-1) for there in ranges]
+    sizes, width = [part.numel() for part in parts], batch * (own.stop - own.start) * head_dim
+    arriving = [count * width for count in counts]
+    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="deal heads").wait()
+    made = x_BTHE.new_empty(batch, axis.length, own.stop - own.start, head_dim)
+    for rank, part in enumerate(flat.split(arriving)):
+        made[:, axis.columns(rank).to(made.device)] = part.view(batch, counts[rank], -1, head_dim)
+    return made
+
+
+def collect(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range], num_heads: int) -> Tensor:
+    """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks."""
+    group, counts = axis.group, axis.counts()
+    batch, head_dim, here = x_BTHE.shape[0], x_BTHE.shape[3], counts[group.rank]
+    parts = [x_BTHE[:, axis.columns(rank).to(x_BTHE.device)].reshape(-1) for rank in range(group.size)]
+    sizes = [part.numel() for part in parts]
+    arriving = [batch * here * (high - low) * head_dim for low, high in ranges]
+    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="collect heads").wait()
+    wide = torch.promote_types(x_BTHE.dtype, torch.float32)
+    made = x_BTHE.new_zeros(batch, here, num_heads, head_dim, dtype=wide)
+    for heads, part in zip(ranges, flat.split(arriving), strict=True):
+        made[:, :, slice(*heads)] += part.view(batch, here, -1, head_dim)
+    return made.to(x_BTHE.dtype)
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis, ranges: Any) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.ranges, ctx.heads = axis, ranges, (q.shape[2], k.shape[2])
+        queries, keys = [own for own, _ in ranges], [shared for _, shared in ranges]
+        return deal(q, axis, queries), deal(k, axis, keys), deal(v, axis, keys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys = [own for own, _ in ctx.ranges], [shared for _, shared in ctx.ranges]
+        num_heads, kv_heads = ctx.heads
+        of_q = collect(q, ctx.axis, queries, num_heads)
+        return of_q, *(collect(x, ctx.axis, keys, kv_heads) for x in (k, v)), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, axis: SequenceAxis, ranges: Any) -> Tensor:
+        ctx.axis, ctx.ranges = axis, ranges
+        return collect(out, axis, ranges, ranges[-1][1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return deal(grad, ctx.axis, ctx.ranges), None, None

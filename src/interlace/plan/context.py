@@ -1,0 +1,195 @@
+"""The context axis as integers: which pieces of a sequence a rank holds, sees and sends.  Exact.
+
+A sequence of T positions is cut into 2w balanced pieces for w ranks; rank r holds pieces r and 2w-1-r, the layout
+"T/cp~", so that causal attention is even.  A block is (piece of queries, piece of keys).  Run by the engine, priced by
+the planner, and held against a running plan by `verify`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.layout import split
+from interlace.spec import units
+
+Range = tuple[int, int]
+# Of each sequence the first positions of its documents, in order; None: they may lie in any order.
+Documents = Sequence[Sequence[int] | None]
+
+EXCHANGES = ("ring", "gather", "ulysses")
+
+
+def as_data(plan: ParallelPlan) -> ParallelPlan:
+    """The plan as the data axis's engine sees it: ranks of cp hold other positions, so they are further ranks of dp."""
+    return replace(plan, dp=plan.dp * plan.cp, cp=1)
+
+
+@lru_cache(maxsize=256)
+def pieces(length: int, ways: int) -> tuple[Range, ...]:
+    """[start, stop) of the 2 x ways pieces of `length` positions."""
+    return tuple(split(length, 2 * ways, index) for index in range(2 * ways))
+
+
+def places(ways: int, rank: int) -> tuple[int, int]:
+    """The pieces that a rank holds, in the order in which it holds them."""
+    return rank, 2 * ways - 1 - rank
+
+
+def held(length: int, ways: int, rank: int) -> int:
+    """Positions of each sequence that a rank holds."""
+    if ways == 1:
+        return length
+    cut = pieces(length, ways)
+    return sum(cut[place][1] - cut[place][0] for place in places(ways, rank))
+
+
+def seen(length: int, ways: int, window: int | None, documents: Documents | None = None) -> frozenset[Range]:
+    """The blocks of which some sequence sees some pair: causal, in the same document, and within the window.
+
+    Of two pieces the first query and the last key are nearest to each other: they see each other, or none does.
+    """
+    cut = pieces(length, ways)
+    found = set()
+    for a, (first, _) in enumerate(cut):
+        for b in range(a + 1):
+            last = cut[b][1] - 1
+            near = window is None or first - last < window
+            if a == b or (near and _is_joined(documents, last, first)):
+                found.add((a, b))
+    return frozenset(found)
+
+
+def _is_joined(documents: Documents | None, last: int, first: int) -> bool:
+    """Whether in some sequence the positions `last` < `first` may lie in one document."""
+    return documents is None or any(
+        starts is None or bisect_right(starts, last) == bisect_right(starts, first) for starts in documents
+    )
+
+
+def wanted(blocks: frozenset[Range], ways: int, receiver: int, source: int) -> tuple[int, ...]:
+    """The pieces of `source` whose keys `receiver`'s queries see."""
+    return tuple(b for b in places(ways, source) if any((a, b) in blocks for a in places(ways, receiver)))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What travels at a time: own keys and values of `heads` to the ranks so many `distances` further on."""
+
+    distances: tuple[int, ...]
+    heads: Range
+
+
+def stages(exchange: str, ways: int, kv_heads: int) -> tuple[Stage, ...]:
+    """ring: one other rank at a time, all heads.  gather: all other ranks, one head at a time."""
+    if exchange == "ring":
+        return tuple(Stage((distance,), (0, kv_heads)) for distance in range(1, ways))
+    return tuple(Stage(tuple(range(1, ways)), (head, head + 1)) for head in range(kv_heads))
+
+
+def splits_heads(num_heads: int, kv_heads: int, ways: int) -> bool:
+    """Whether query heads can be dealt out evenly, each with the key and value head that it reads."""
+    return num_heads % ways == 0 and (kv_heads % ways == 0 or ways % kv_heads == 0)
+
+
+def heads_of(num_heads: int, kv_heads: int, ways: int, rank: int) -> tuple[Range, Range]:
+    """Query heads, and key and value heads, that `rank` attends with when heads are dealt out."""
+    own, shared = num_heads // ways, num_heads // kv_heads
+    first = rank * own
+    return (first, first + own), (first // shared, (first + own - 1) // shared + 1)
+
+
+def local_heads(cfg: ModelConfig, tp: int) -> Range:
+    """Query heads, and key and value heads, of one rank of the tensor axis."""
+    return cfg.num_heads // tp, max(1, cfg.num_kv_heads // tp)
+
+
+def choose(config: Config, plan: ParallelPlan) -> str:
+    """The exchange of a plan: as asked, or the one whose busiest rank sends fewest bytes; of equals the first.
+
+    Documents are not counted.  Heads that cannot be dealt out leave ring and gather, whose bytes are equal.
+    """
+    if plan.exchange != "auto":
+        return plan.exchange
+    cfg = config.model_config()
+    known = EXCHANGES if splits_heads(*local_heads(cfg, plan.tp), plan.cp) else EXCHANGES[:2]
+    itemsize = 2 if config.train.precision == "bf16" else 4
+
+    def busiest(exchange: str) -> int:
+        forced = replace(config, plan=replace(plan, exchange=exchange))
+        return max(sum(sent(forced, rank, [1], [None], itemsize).values()) for rank in range(plan.cp))
+
+    return min(known, key=busiest)
+
+
+def sent(
+    config: Config,
+    rank: int,
+    micro_batches: Sequence[int],
+    documents: Sequence[Documents | None],
+    itemsize: int,
+    stages_here: Sequence[Sequence[str]] | None = None,
+) -> Counter[str]:
+    """Bytes that `rank` of the axis sends in a step, by collective.
+
+    stages_here: units of each stage of a pipeline that the rank has; None = all, without one.
+    micro_batches: sequences of each; documents: theirs, None where attention passes over the documents' ends.
+    itemsize: bytes of an element of q, k, v.
+    """
+    cfg, plan = config.model_config(), config.plan
+    exchange, length, ways = choose(config, plan), config.data.sequence_length, plan.cp
+    again = 1 if plan.recompute == "none" else 2
+    found: Counter[str] = Counter()
+    own = [[int(name[7:]) for name in part if name.startswith("blocks.")] for part in stages_here or [units(cfg)]]
+    layers = [layer for part in own for layer in part]
+    for count, those in zip(micro_batches, documents, strict=True):
+        for layer in layers:
+            if exchange == "ulysses":
+                found["all_to_all"] += count * _dealt(cfg, plan, rank, length, itemsize)
+                continue
+            blocks = seen(length, ways, cfg.window(layer), those)
+            row = count * 2 * local_heads(cfg, plan.tp)[1] * cfg.head_dim  # keys and values of a position
+            given, taken = (sum(positions) for positions in zip(*_moved(blocks, length, ways, rank), strict=True))
+            wide = max(itemsize, 4)
+            found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * wide)
+        if cfg.num_experts and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
+            again_all = 2 if plan.recompute == "full" else 1
+            each = count * (again_all * len(layers) * cfg.num_experts * 4 + 8 * sum(1 for part in own if part))
+            found["all_gather"] += each * (ways - 1)
+    return found
+
+
+def _moved(blocks: frozenset[Range], length: int, ways: int, rank: int) -> Iterator[Range]:
+    """For every peer: positions whose keys `rank` gives to it, and takes from it."""
+    cut = pieces(length, ways)
+
+    def positions(receiver: int, source: int) -> int:
+        return sum(cut[b][1] - cut[b][0] for b in wanted(blocks, ways, receiver, source))
+
+    for peer in range(ways):
+        if peer != rank:
+            yield positions(peer, rank), positions(rank, peer)
+
+
+def _dealt(cfg: ModelConfig, plan: ParallelPlan, rank: int, length: int, itemsize: int) -> int:
+    """Bytes that `rank` sends for one sequence and layer when heads are dealt out, in both passes."""
+    ways = plan.cp
+    num_heads, kv_heads = local_heads(cfg, plan.tp)
+    here = held(length, ways, rank)
+
+    def heads(peer: int) -> tuple[int, int]:
+        (low, high), (first, last) = heads_of(num_heads, kv_heads, ways, peer)
+        return high - low, last - first
+
+    own, own_kv = heads(rank)
+    there = sum(here * (heads(peer)[0] + 2 * heads(peer)[1]) for peer in range(ways) if peer != rank)  # q, k, v
+    away = length - here
+    out = sum(here * heads(peer)[0] for peer in range(ways) if peer != rank)  # its gradient, in backward
+    times = {"none": (1, 1), "selective": (2, 1), "full": (2, 2)}[plan.recompute]  # the core's run ends before the last
+    forward = times[0] * there + times[1] * away * own
+    backward = out + away * (own + 2 * own_kv)
+    return (forward + backward) * cfg.head_dim * itemsize

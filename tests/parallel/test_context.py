@@ -1,0 +1,123 @@
+"""The context axis: every exchange against attention of the whole, what it sends, computes and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.models.attention import Pattern
+from interlace.parallel import blocks
+from interlace.parallel.blocks import Tiling
+from interlace.plan import context as plan
+
+Run = Callable[..., list[Any]]
+OURS = "rank_functions_context"
+CROSSING = [0] * 3 + [1] * 9 + [2] * 4  # 3/9/4 of 16
+SHORT = [[3] * 5 + [4] * 2 + [7] * 12, list(range(19))]
+FALLING = [[0, 0, 1, 1, 0, 0, 2, 2, 1, 1, 0, 2, 2], [5] * 13]
+MASKS: list[dict[str, Any]] = [
+    {"length": 16, "documents": [CROSSING, [0] * 8 + [1] * 8]},
+    {"length": 19, "documents": SHORT, "window": 3},
+    {"length": 13, "documents": FALLING},
+    {"length": 13, "documents": FALLING, "window": 2},
+    {"length": 17, "window": 5},
+    {"length": 17, "window": 1},
+    {"length": 8},
+]
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_every_exchange_is_attention(run_ranks: Run, ways: int) -> None:
+    """Odd lengths, fewer key heads than ranks, documents across ranks and in several pieces, windows."""
+    heads = {2: (6, 2), 3: (12, 3), 4: (12, 2)}[ways]
+    run_ranks(f"{OURS}:attend", ways, {"cases": [*MASKS, *({**case, "heads": heads} for case in MASKS)]})
+
+
+def test_lengths_that_do_not_divide_by_twice_the_ranks(run_ranks: Run) -> None:
+    """NVIDIA/TransformerEngine#1930, NVIDIA/Megatron-LM#1669: 7 positions, and 7 and 5 packed, lose none."""
+    packed = {"length": 12, "documents": [[0] * 7 + [1] * 5]}
+    run_ranks(f"{OURS}:attend", 2, {"cases": [{"length": 7, "heads": (2, 2)}, packed]})
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_documents_do_not_see_each_other(run_ranks: Run, ways: int) -> None:
+    """huggingface/trl#6843, huggingface/accelerate#4177: a change of token 0 shows in its document and window alone."""
+    cases = [
+        {"length": 16, "documents": [0] * 8 + [1] * 8, "layers": 2},
+        {"length": 16, "documents": CROSSING, "layers": 2},
+        {"length": 16, "documents": None, "window": 4},
+        {"length": 16, "documents": None, "window": 4, "layers": 2, "window_layers": [0]},
+    ]
+    expected = [range(8), range(3), range(4), range(16)]
+    for rank in run_ranks(f"{OURS}:changed", ways, {"cases": cases}):
+        for positions, by_exchange in zip(expected, rank, strict=True):
+            for exchange, (alone, split) in by_exchange.items():
+                assert alone == split == list(positions), exchange
+
+
+def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
+    """Bytes as `plan.context` counts them, and every pair that is seen in exactly one tile."""
+    cases: list[dict[str, Any]] = [
+        {"length": 16, "window": None, "documents": None},
+        {"length": 16, "window": None, "documents": [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4},  # as the pieces
+        {"length": 16, "window": None, "documents": CROSSING},
+        {"length": 15, "window": 3, "documents": None},
+        {"length": 15, "window": 1, "documents": None},
+    ]
+    found = run_ranks(f"{OURS}:work", 2, {"cases": cases})
+    for number, case in enumerate(cases):
+        length, documents, window = case["length"], case["documents"], case["window"]
+        pairs = sum(
+            t - s < (window or length) and (documents is None or documents[t] == documents[s])
+            for t in range(length)
+            for s in range(t + 1)
+        )
+        starts = documents and [[t for t in range(length) if t == 0 or documents[t] != documents[t - 1]]]
+        needed = plan.seen(length, 2, window, starts)
+        cut = plan.pieces(length, 2)
+        for exchange in range(2):
+            counts = [rank[number][exchange] for rank in found]
+            if exchange == 0:  # gather sees others' keys a head at a time
+                assert sum(seen for _, seen, _, _ in counts) == pairs
+            for rank, (*_, sent) in enumerate(counts):
+                give, take = plan.wanted(needed, 2, 1 - rank, rank), plan.wanted(needed, 2, rank, 1 - rank)
+                positions = [sum(cut[b][1] - cut[b][0] for b in those) for those in (give, take)]
+                assert sent == 2 * 2 * 3 * 8 * (2 * positions[0] + positions[1])
+    assert [rank[1][0] for rank in found] == [[2, 20, 32, 0]] * 2  # two triangles a rank
+    assert [rank[4][0][3] for rank in found] == [0, 0]
+
+
+def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
+    for rank in run_ranks(f"{OURS}:resident", 4, {"length": 1 << 16}):
+        assert rank["one"] == 2 * (1 << 14) * 2 * 4 * 4
+        assert rank["one"] <= rank["most"] <= 2 * rank["one"]
+
+
+def test_scores_are_held_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result when the limit cuts a tile into pieces of one query."""
+    q, k, v = (torch.randn(2, 7, n, 3, dtype=torch.float64) for n in (4, 2, 2))
+    grad = torch.randn_like(q)
+    whole = Tiling(7, 1, Pattern(2, 7, torch.device("cpu"), torch.tensor([[0] * 4 + [1] * 3] * 2), 3))
+    tile = blocks.Tile(slice(0, 2), (0, 7), (0, 7), "mask")
+    expected = blocks.forward(q, k, v, whole.mask(tile))
+    delta = (grad * expected[0]).sum(-1).transpose(1, 2)
+    made = blocks.backward(grad, q, k, v, *expected, delta, whole.mask(tile))
+    monkeypatch.setattr(blocks, "SCORES", {"cpu": 2})
+    assert len(list(blocks._pieces(q, k))) == 7
+    for a, b in zip(blocks.forward(q, k, v, whole.mask(tile)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+    again = blocks.backward(grad, q, k, v, *expected, delta, whole.mask(tile))
+    for a, b in zip(again, made, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_merging_nothing_changes_nothing_and_nan_is_kept() -> None:
+    out, logs = torch.tensor([[[[2.0]], [[0.0]]]]), torch.tensor([[[0.5, -torch.inf]]])
+    blocks.merge(out, logs, torch.zeros(1, 2, 1, 1), torch.full((1, 1, 2), -torch.inf))
+    assert out.flatten().tolist() == [2.0, 0.0]
+    assert logs.flatten().tolist() == [0.5, -torch.inf]
+    blocks.merge(out, logs, torch.full((1, 2, 1, 1), torch.nan), torch.full((1, 1, 2), torch.nan))
+    assert out.isnan().all()

@@ -1,0 +1,245 @@
+"""What the ranks of the tests of the context axis run: attention by every exchange, decoders, faults."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import rank_functions_train as train
+from interlace.collectives import Group, Handle, Meter, make_groups, sum_scalars
+from interlace.config import ModelConfig
+from interlace.mesh import Mesh
+from interlace.models.attention import AttentionCore, Pattern, attention
+from interlace.models.decoder import Decoder, initialise
+from interlace.models.layers import Context
+from interlace.parallel import blocks, context
+from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
+from interlace.plan import context as plan
+from interlace.train import verify
+from interlace.world import World
+
+CPU = torch.device("cpu")
+EXCHANGES = ("ring", "gather", "ulysses")
+
+
+def group_of(world: World) -> Group:
+    mesh = Mesh((("cp", world.size), ("dp", 1)))
+    return make_groups(mesh, world.rank, CPU, 60.0, Meter(world.waiting))["cp"]
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_core(axis: SequenceAxis, whole: Pattern, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
+    """Output and gradients at the positions held here."""
+    pattern = SplitPattern(axis, whole)
+    pattern.prepare(q.dtype, q.shape[-1])
+    core = SplitCore(AttentionCore(whole.window, 0.0, "core"), axis)
+    at = axis.columns()
+    none = torch.empty(0)
+    given = Context(torch.arange(whole.batch), at, (none, none), {whole.window: pattern})  # type: ignore[dict-item]
+    own = [x[:, at].clone().requires_grad_() for x in (q, k, v)]
+    out = core(*own, given)
+    out.backward(weight[:, at])
+    return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+
+
+def attend(world: World, cases: list[dict[str, Any]]) -> None:
+    """Every exchange against `attention` of the whole, forward and backward, in fp64."""
+    group = group_of(world)
+    for case in cases:
+        length, window, documents = case["length"], case.get("window"), case.get("documents")
+        heads, kv_heads = case.get("heads", (12, 12))
+        documents_BT = None if documents is None else torch.tensor(documents)
+        batch = 2 if documents is None else len(documents)
+        whole = Pattern(batch, length, CPU, documents_BT, window)
+        q, k, v = (seeded(batch, length, n, 3, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+        weight = seeded(batch, length, heads, 3, seed=9)
+        own = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*own, whole)
+        out.backward(weight)
+        expected = [out.detach(), *(x.grad for x in own if x.grad is not None)]
+        for exchange in EXCHANGES:
+            axis = SequenceAxis(group, length, exchange)
+            found = run_core(axis, whole, q, k, v, weight)
+            for what, a, b in zip(("out", "q", "k", "v"), found, expected, strict=True):
+                apart = (a - b[:, axis.columns()]).abs().max() / b.abs().max().clamp(min=1.0)  # q's are 0, window 1
+                assert apart <= 1e-12, (exchange, what, apart, case)
+
+
+def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int, int, int]]]:
+    """(tiles, pairs that they see, pairs that they compute, bytes sent) by ring and gather, forward and backward."""
+    group, found = group_of(world), []
+    for case in cases:
+        documents_BT = None if case["documents"] is None else torch.tensor([case["documents"]])
+        whole = Pattern(1, case["length"], CPU, documents_BT, case["window"])
+        q, k, v, weight = (seeded(1, case["length"], 2, 3, seed=i) for i in range(4))
+        counts = []
+        for exchange in ("ring", "gather"):
+            seen: list[tuple[int, int]] = []
+            plain = blocks.forward
+
+            def counted(q: Tensor, k: Tensor, *rest: Any, seen: Any = seen, plain: Any = plain) -> Any:
+                mask = rest[1].of(0, q.shape[1])
+                pairs = q.shape[1] * k.shape[1]
+                seen.append((pairs if mask is None else int(mask.sum()), pairs))
+                return plain(q, k, *rest)
+
+            group.meter.reset_counts()
+            with mock.patch.object(context, "forward", counted):
+                run_core(SequenceAxis(group, case["length"], exchange), whole, q, k, v, weight)
+            sent = group.meter.sent["all_to_all", "cp"]
+            counts.append((len(seen), sum(s for s, _ in seen), sum(p for _, p in seen), sent))
+        found.append(counts)
+    return found
+
+
+def resident(world: World, length: int) -> dict[str, int]:
+    """The most bytes of other ranks' keys and values that are here at a time, and bytes of one rank's."""
+    group = group_of(world)
+    axis = SequenceAxis(group, length, "ring")
+    whole = Pattern(1, length, CPU)
+    pattern = SplitPattern(axis, whole)
+    pattern.prepare(torch.float32, 4)
+    assert pattern.tiling is not None
+    kv = torch.zeros(2, 1, len(axis.columns()), 2, 4)
+    alive: list[weakref.ref[Tensor]] = []
+    most, plain = 0, context.all_to_all
+
+    def all_to_all(*arguments: Any, **options: Any) -> Handle[Tensor]:
+        moving = plain(*arguments, **options)
+        arriving = sum(options["receive_sizes"]) * 4
+
+        def wait() -> Tensor:
+            made = moving.wait()
+            alive.append(weakref.ref(made))
+            note()
+            return made
+
+        note(arriving)
+        return Handle(wait)
+
+    def note(more: int = 0) -> None:
+        nonlocal most
+        most = max(most, more + sum(t.numel() * 4 for ref in alive if (t := ref()) is not None))
+
+    with mock.patch.object(context, "all_to_all", all_to_all):
+        context.Blocks(axis, pattern.tiling).circulate(kv, lambda stage, arrived: None)
+    return {"most": most, "one": kv.numel() * 4}
+
+
+def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:
+    """By exchange, positions at which logits change when token 0 does: (alone, split), each a list of positions."""
+    group, found = group_of(world), []
+    for case in cases:
+        cfg = ModelConfig(
+            vocab_size=17, hidden_size=8, num_layers=case.get("layers", 1), num_heads=4, num_kv_heads=2, head_dim=4,
+            ffn_size=12, sliding_window=case.get("window"),
+            window_layers=tuple(case["window_layers"]) if "window_layers" in case else None,
+        )  # fmt: skip
+        documents_BT = None if case["documents"] is None else torch.tensor([case["documents"]])
+        length = case["length"]
+        tokens = torch.arange(length)[None] * 5 % 17
+        other = tokens.clone()
+        other[0, 0] += 1
+        positions = torch.arange(length)[None]
+        if documents_BT is not None:
+            starts = (documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0) * positions
+            positions = positions - starts.cummax(dim=1).values
+        by_exchange = {}
+        for exchange in EXCHANGES:
+            decoder = Decoder(cfg, dtype=torch.float64)
+            initialise(decoder, cfg, 0)
+            with torch.no_grad():
+                alone = [decoder(t, positions, documents_BT) for t in (tokens, other)]
+                axis = SequenceAxis(group, length, exchange)
+                split_sequences(decoder, axis)
+                at = axis.columns()
+                split = [decoder(t[:, at], positions[:, at], documents_BT, columns_T=at) for t in (tokens, other)]
+            for a, b in zip(split, alone, strict=True):
+                assert (a - b[:, at]).abs().max() <= 1e-12 * b.abs().max(), (exchange, case)
+            apart = (split[0] - split[1]).abs().amax(dim=2)[0] > 0
+            whole = torch.zeros(length, dtype=torch.int64)
+            whole[at] = apart.long()
+            everywhere = sum_scalars(whole, [group])
+            by_exchange[exchange] = [
+                ((alone[0] - alone[1]).abs().amax(dim=2)[0] > 0).nonzero().flatten().tolist(),
+                everywhere.nonzero().flatten().tolist(),
+            ]
+        found.append(by_exchange)
+    return found
+
+
+# --- faults --------------------------------------------------------------------------------------------------------
+
+
+def block_skipped(rank: int) -> Any:
+    """Queries of the last piece do not see the keys of the first."""
+    plain = blocks.Tiling.tiles
+
+    def tiles(self: blocks.Tiling, a: int, b: int) -> list[blocks.Tile]:
+        return [] if (a, b) == (len(self.cut) - 1, 0) else plain(self, a, b)
+
+    return mock.patch.object(blocks.Tiling, "tiles", tiles)
+
+
+def keys_paid_twice(rank: int) -> Any:
+    """Gradients that come back to the owner of keys and values are added twice."""
+    plain = context.Blocks.give_back
+
+    def give_back(self: context.Blocks, *arguments: Any) -> Any:
+        add = plain(self, *arguments)
+        return lambda: (add(), add())
+
+    return mock.patch.object(context.Blocks, "give_back", give_back)
+
+
+def swapped_pieces(rank: int) -> Any:
+    """A rank takes its two pieces in the wrong order."""
+    plain = SequenceAxis.columns
+
+    def columns(self: SequenceAxis, rank: int | None = None) -> Tensor:
+        first, second = (torch.arange(*plan.pieces(self.length, self.group.size)[p]) for p in self.places)
+        return torch.cat((second, first)) if rank is None else plain(self, rank)
+
+    return mock.patch.object(SequenceAxis, "columns", columns)
+
+
+def causal_alone(rank: int) -> Any:
+    """Documents are forgotten."""
+    plain = blocks.Tiling.__init__
+
+    def __init__(self: blocks.Tiling, length: int, ways: int, pattern: Any) -> None:
+        plain(self, length, ways, Pattern(pattern.batch, pattern.length, pattern.device, None, pattern.window))
+
+    return mock.patch.object(blocks.Tiling, "__init__", __init__)
+
+
+@contextlib.contextmanager
+def needless_sends(rank: int) -> Iterator[None]:
+    """Keys that nobody sees travel too: the numbers are right, the bytes are not."""
+
+    def wanted(found: Any, ways: int, receiver: int, source: int) -> tuple[int, ...]:
+        return plan.places(ways, source)
+
+    with mock.patch.object(plan, "wanted", wanted):
+        yield
+
+
+FAULTS = {f.__name__: f for f in (block_skipped, keys_paid_twice, swapped_pieces, causal_alone, needless_sends)}
+
+
+def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`verify.under_plan` for each job in turn, with a fault of these or of `rank_functions_train`."""
+    found = []
+    for job in jobs:
+        with (train.FAULTS | FAULTS)[job.pop("fault", "none")](world.rank):
+            found.append(verify.under_plan(world, **job))
+    return found

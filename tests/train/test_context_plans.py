@@ -1,0 +1,188 @@
+"""Runs under the context axis: plans against one process, faults that are found, resume, norms, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_verify import BIASES, FEATURES, UNEVEN, explain, prove
+
+import rank_functions_train as functions
+import runs
+from interlace.config import Config
+from interlace.errors import PlanError
+from interlace.plan import context, fit
+from interlace.plan.memory import estimate
+from interlace.train import loop
+
+Run = Callable[..., list[Any]]
+AXES = ("dp", "shard", "tp", "cp", "pp")
+SMALL = ["model.num_layers=2"]
+ODD = ["data.sequence_length=13", "train.global_batch=3"]
+WINDOW = ["model.sliding_window=5", "model.window_layers=[0]"]
+DROPOUT = ["model.dropout=0.1", "model.attention_dropout=0.1"]
+THREE = ["model.num_heads=3", "model.num_kv_heads=3", "model.hidden_size=12"]
+ROPE = ["model.rope_scaling={type = 'yarn', factor = 4.0, original_max_position_embeddings = 8}"]
+PLANS: dict[int, list[tuple[str, list[str]]]] = {
+    2: [
+        ("cp=2 exchange=ring micro_batches=2 zero=2", [*ODD, *WINDOW]),
+        ("cp=2 exchange=gather recompute=selective", [*ODD, *DROPOUT]),
+        ("cp=2 exchange=ulysses recompute=selective zero=1", [*ODD, *DROPOUT]),
+        ("cp=2 exchange=ring recompute=full zero=3", [*FEATURES["experts"], *WINDOW]),
+        ("cp=2 exchange=gather micro_batch_size=1 overlap=off", ["data.documents=joined", *ODD, *ROPE]),
+        ("cp=2", [*BIASES, "model.qk_norm=true", "model.tie_embeddings=true", "train.global_batch=100"]),
+    ],
+    3: [
+        ("cp=3 exchange=ulysses zero=2", [*THREE, *ODD]),
+        ("cp=3 exchange=ring zero=3", [*THREE, *WINDOW, *ODD, "data.sequence_length=7"]),
+        ("cp=3 exchange=gather", [*DROPOUT, "data.sequence_length=6"]),
+    ],
+    4: [
+        ("cp=4 exchange=ulysses zero=1", ODD),  # 2 key-value heads
+        ("cp=4 exchange=ring", [*WINDOW, "data.sequence_length=11"]),
+        ("cp=2 dp=2 exchange=gather zero=1", FEATURES["experts"]),
+        ("cp=2 dp=2 exchange=ring zero=3 micro_batch_size=1", ODD),
+        ("cp=2 dp=2 exchange=ulysses zero=2 shard=2", ODD),
+        ("cp=2 tp=2 exchange=ring", UNEVEN),
+        (
+            "cp=2 pp=2 micro_batches=3 schedule=interleaved chunks=2 zero=2",
+            [*FEATURES["experts"], *ODD, "model.num_layers=4"],
+        ),
+        ("cp=2 tp=2 exchange=ulysses sequence=off zero=2", [*UNEVEN, *BIASES]),
+        ("cp=2 tp=2 exchange=gather zero=3 recompute=full", [*UNEVEN, *DROPOUT]),
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _our_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prove` runs the function that knows the faults of this axis."""
+    monkeypatch.setattr("test_verify.FUNCTIONS", "rank_functions_context")
+
+
+@pytest.mark.filterwarnings("ignore:attention dropout")
+@pytest.mark.parametrize("world", PLANS)
+def test_the_context_axis_equals_one_process(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    jobs = [(runs.config(tmp_path, plan, [*SMALL, *overrides]), "none") for plan, overrides in PLANS[world]]
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+
+
+def test_planted_faults_of_the_context_axis(run_ranks: Run, tmp_path: Path) -> None:
+    """Each is found by the tensor, or the account, that it makes wrong."""
+    faults = {
+        "block_skipped": "gradient of blocks.0.attention.v.weight",
+        "keys_paid_twice": "gradient of blocks.0.attention.k.weight",
+        "swapped_pieces": "loss of step 1",
+        "causal_alone": "loss of step 2",
+        "mean_of_means": "loss of step 2",
+        "needless_sends": "bytes sent by all_to_all",
+    }
+    jobs = [(runs.config(tmp_path, "cp=2 exchange=ring", SMALL), fault) for fault in faults]
+    for (_, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert not report.passed, fault
+        wrong = [d.name for d in report.differences if not d.equal] + [a.what for a in report.accounts if not a.holds]
+        assert faults[fault] in wrong, (fault, wrong)
+        if fault == "needless_sends":
+            assert report.first_beyond is None
+
+
+def test_loss_and_norm_are_those_of_every_split_and_checkpoints_pass_between_them(
+    run_ranks: Run, tmp_path: Path
+) -> None:
+    """NVIDIA/Megatron-LM#673, #906, #1676: dp=4, dp=2 cp=2 and cp=4, even and uneven counts of labels."""
+    steps = [
+        "model.num_layers=1",
+        "train.steps=4",
+        "run.save_every=2",
+        "train.optimizer=sgd",
+        "train.learning_rate=0.1",
+    ]
+
+    def job(cfg: Config, resume: Path | None = None) -> dict[str, str]:
+        return {"config": cfg.to_toml(), "resume": str(resume or "")}
+
+    kinds = {"even": [*steps, "data.documents=joined"], "uneven": [*steps, "train.global_batch=5"]}
+    plans = {"four": "dp=4", "mixed": "dp=2 cp=2 zero=2", "ring": "cp=4 exchange=ring"}
+    for kind, overrides in kinds.items():
+        one = runs.config(tmp_path, "dp=1", overrides, out=f"one-{kind}")
+        loop.run(runs.alone(), **job(one))
+        cfgs = [runs.config(tmp_path, plan, overrides, out=f"{out}-{kind}") for out, plan in plans.items()]
+        back = [
+            runs.config(tmp_path, "cp=2 dp=2 zero=3", overrides, out=f"from-dp-{kind}"),
+            runs.config(tmp_path, "dp=4 zero=1", overrides, out=f"from-cp-{kind}"),
+        ]
+        halves = [tmp_path / f"{out}-{kind}" / "checkpoints" / "step-2" for out in ("four", "mixed")]
+        jobs = [*map(job, cfgs), *map(job, back, halves)]
+        run_ranks("rank_functions_train:train_all", 4, {"jobs": jobs})
+        for key in ("loss", "grad_norm"):
+            expected = [row[key] for row in runs.metrics(one)]
+            for cfg in cfgs:
+                assert [row[key] for row in runs.metrics(cfg)] == pytest.approx(expected, rel=1e-5), (cfg.plan, key)
+            for cfg in back:
+                assert [row[key] for row in runs.metrics(cfg)] == pytest.approx(expected[2:], rel=1e-5), (cfg.plan, key)
+
+
+def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
+    overrides = ["model.num_layers=1", "train.steps=2"]
+    traced = runs.config(tmp_path, "cp=2", [*overrides, "train.compile=true"], out="traced")
+    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
+    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
+    loop.run(runs.alone(), plain.to_toml(), "")
+    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "reason", "near"),
+    [
+        ("cp=4 exchange=ulysses", ["model.num_heads=6", "model.num_kv_heads=2"],
+         "asks for exchange=ulysses, which cannot deal out 6 query and 2 kv heads over cp=4 (ring and gather can)",
+         '"cp=4"'),
+        ("cp=2 tp=4 exchange=ulysses", [], "cannot deal out 1 query and 1 kv heads over cp=2", '"tp=4 cp=2"'),
+        ("cp=2", ["run.reproducible=plan"], 'splits over cp with run.reproducible = "plan"', '"dp=2"'),
+        ("cp=4", ["data.sequence_length=7"], "asks for cp=4, found 7 positions for 8 slices", '"dp=2 cp=2"'),
+    ],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, near: str) -> None:
+    cfg = runs.config(tmp_path, plan, overrides)
+    with pytest.raises(PlanError) as refused:
+        fit.check(cfg, cfg.plan.world, available_axes=AXES)
+    assert reason in str(refused.value)
+    assert str(refused.value).endswith(f"the nearest that works is {near}")
+
+
+def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
+    """Few key-value heads or a window: ring; as many as query heads on many ranks: heads dealt out, if they can be."""
+    long = ["data.sequence_length=256", "model.num_heads=16", "model.max_positions=4096"]
+    few = runs.config(tmp_path, "cp=2", [*long, "model.num_kv_heads=2"])
+    many = runs.config(tmp_path, "cp=8", [*long, "model.num_kv_heads=16"])
+    narrow = runs.config(tmp_path, "cp=8", [*long, "model.num_kv_heads=16", "model.sliding_window=16"])
+    odd = runs.config(tmp_path, "cp=6", [*long, "model.num_kv_heads=16"])
+    assert [context.choose(c, c.plan) for c in (few, many, narrow, odd)] == ["ring", "ulysses", "ring", "ring"]
+
+
+def test_plans_drawn_at_random_split_sequences_too(tmp_path: Path) -> None:
+    plans = fit.random_plans(runs.config(tmp_path), 40, 3, available_axes=AXES)
+    assert {plan.cp for plan in plans} >= {1, 2, 4}
+    assert {plan.exchange for plan in plans} == {"auto", *context.EXCHANGES}
+    for plan in plans:
+        fit.check(runs.config(tmp_path, str(plan)), plan.world, available_axes=AXES)
+
+
+def test_memory_of_long_sequences_falls_with_cp(tmp_path: Path) -> None:
+    """Activations of 64k positions, which masks do not add to, halve with every doubling of cp."""
+    long = ["data.sequence_length=65536", "model.max_positions=65536", "train.precision=bf16", "train.global_batch=1"]
+    sizes = []
+    for cp in (1, 2, 4):
+        cfg = runs.config(tmp_path, f"cp={cp} exchange=ring", long)
+        sizes.append(estimate(cfg, cfg.plan).activations)
+    assert 1.5 < sizes[0] / sizes[1] <= 2.0
+    assert 1.8 < sizes[1] / sizes[2] <= 2.0
+
+
+def test_the_faults_of_all_axes_have_different_names() -> None:
+    import rank_functions_context as ours
+
+    assert functions.FAULTS.keys().isdisjoint(ours.FAULTS)
