@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
+from interlace.errors import NumericsError
 from interlace.layout import split
 from interlace.parallel import data, flat, owed, stages, tensor
 from interlace.parallel import norm as norms
@@ -28,6 +30,13 @@ from interlace.world import World
 def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """`loop.run` for each job in turn."""
     return [loop.run(world, **job) for job in jobs]
+
+
+def refused(world: World, config: str) -> str:
+    """The sentence with which a run ends that has no numbers left."""
+    with pytest.raises(NumericsError) as caught:
+        loop.run(world, config)
+    return str(caught.value)
 
 
 def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -106,6 +106,12 @@ def test_errors_of_a_file(text: str, fault: str) -> None:
         validate(parse_csv(text, "own"))
 
 
+def test_a_text_is_read_once() -> None:
+    """A refusal asks a thousand neighbours of a plan for the same table."""
+    text = generate("zbv", 2, 3).to_csv()
+    assert parse_csv(text, "own") is parse_csv(text, "own")
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"cannot read the schedule .*no such file"):
         read_csv(tmp_path / "none.csv")

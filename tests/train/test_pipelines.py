@@ -121,6 +121,14 @@ def test_checkpoints_go_on_under_any_pipeline(run_ranks: Run, tmp_path: Path) ->
             assert apart <= 2e-4 * expected.read(name).abs().max(), name  # AdamW amplifies rounding
 
 
+def test_every_stage_names_the_first_gradient_that_is_no_number(run_ranks: Run, tmp_path: Path) -> None:
+    words = ["train.optimizer=sgd", "train.warmup=0", "train.clip=0", "train.learning_rate=1e12", "run.save_every=1"]
+    cfg = runs.config(tmp_path, "pp=2 micro_batches=2", [*words, "train.weight_decay=1e12"])
+    first, second = run_ranks(f"{FUNCTIONS}:refused", 2, {"config": cfg.to_toml()})
+    assert first == second
+    assert "and the gradient norm nan, in the gradient of " in first
+
+
 def test_the_norm_counts_every_element_once(run_ranks: Run, tmp_path: Path) -> None:
     plans = [
         ("dp=2 pp=2 zero=1", TIED),

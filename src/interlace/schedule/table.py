@@ -14,6 +14,7 @@ table of F, B, I, W alone is what generators and files give; `lower` adds the re
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,7 @@ def read_csv(path: str | Path) -> Table:
     return parse_csv(text, str(path))
 
 
+@functools.lru_cache(maxsize=16)
 def parse_csv(text: str, where: str = "schedule") -> Table:
     """`read_csv` from the text; `where` names it in errors."""
     rows: list[tuple[Action, ...]] = []

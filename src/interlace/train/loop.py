@@ -31,7 +31,7 @@ import torch
 
 from interlace import spec
 from interlace.checkpoint import Writer
-from interlace.collectives import Group, Record, all_gather
+from interlace.collectives import Group, Record, all_gather, gather_bytes
 from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
 from interlace.errors import ConfigError, NumericsError, ResourceError
@@ -386,9 +386,12 @@ def _not_finite(session: Session, made: _Made, loss: float, norm: float) -> str:
     ranks = ", ".join(map(str, flags.nonzero().flatten().tolist()))
     places = list(session.model.placements(owned=True))
     bad = [place.name for place in places if not place.leaf[place.leaf_start : place.leaf_stop].isfinite().all()]
+    text = json.dumps([bad[:1], len(places) - len(bad)]).encode()
+    found = [json.loads(part) for part in gather_bytes(text, session.groups.host, name="search for NaN in weights")]
+    first = [name for names, _ in found for name in names]
     where = f", from the samples of rank {ranks}" if ranks else ""
-    if not ranks and 0 < len(bad) < len(places):
-        where = f", in the gradient of {bad[0]}"
+    if not ranks and first and any(good for _, good in found):  # a step that was clipped has reached all
+        where = f", in the gradient of {first[0]}"
     step = made.step
     return (
         f"step {step + 1}: the loss is {loss:g} and the gradient norm {norm:g}{where}; no checkpoint was written after "

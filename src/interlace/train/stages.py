@@ -41,11 +41,9 @@ def keep(decoder: Decoder, names: Sequence[str]) -> None:
     """Leaves out every unit that is not named.  A tied weight stays known by its first name, wherever it is used, and
     belongs to no unit: an alias stands where the other use would be."""
     tied = decoder.cfg.tie_embeddings and not {"embedding", "head"} <= set(names)
-    if tied and "head" in names:
-        pass  # the embedding stays, and is not run
-    elif tied and "embedding" in names:
+    if tied and "embedding" in names:
         decoder.head.norm = None  # type: ignore[assignment]
-    if "embedding" not in names and not (tied and "head" in names):
+    if "embedding" not in names and not (tied and "head" in names):  # else it stays for its weight, and is not run
         decoder.embedding = None  # type: ignore[assignment]
     if "head" not in names and not (tied and "embedding" in names):
         decoder.head = None  # type: ignore[assignment]
