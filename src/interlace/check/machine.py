@@ -292,7 +292,7 @@ class Machine:
         for address in (int(a) for a in addresses):
             region = self.find(address)
             if region is None or address + size > region.end:
-                raise Found("out of bounds", address=address, write=write, count=len(addresses))
+                raise Found("out of bounds", address=address, write=write, place=_line())
             parts.setdefault(region.begin, (region, []))[1].append(address)
         return [(r, self._elements(r, np.array(found, np.uint64), size)) for r, found in parts.values()]
 
