@@ -169,7 +169,9 @@ def test_out_of_bounds_by_one(count: int) -> None:
     verdict = explore(launch, ranks=1, schedules=1)
     assert verdict.ok is (count == 3)
     if count == 4:
-        assert "rank 0 short[3], behind the end of its 3 elements" in verdict.reports[0].message
+        (report,) = verdict.reports
+        assert "rank 0 short[3], behind the end of its 3 elements" in report.message
+        assert str(report.steps[0]).endswith(": tl.store(x + at, at.to(tl.float32), mask=at < count)")
 
 
 @pytest.mark.parametrize("back", [1, 60, 100])

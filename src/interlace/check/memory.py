@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from interlace.check.order import Clock, Shadow
+from interlace.check.place import line
 from interlace.symmetric.record import HEAD
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Memory:
         for address in (int(a) for a in addresses):
             region = self.find(address)
             if region is None or address + size > region.end:
-                raise Found("out of bounds", address=address, write=write, count=len(addresses))
+                raise Found("out of bounds", address=address, write=write, place=line())
             parts.setdefault(region.begin, (region, []))[1].append(address)
         return [(r, self._elements(r, np.array(found, np.uint64), size)) for r, found in parts.values()]
 

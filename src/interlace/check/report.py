@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from interlace.check.fiber import Fiber, Seen
 from interlace.check.machine import Machine
@@ -427,10 +427,12 @@ def _no_exit(machine: Machine, sleepers: list[Fiber], message: str) -> Report:
 # --- single accesses -------------------------------------------------------------------------------------------------
 
 
-def _outside(machine: Machine, address: int, write: bool, count: int) -> Report:
+def _outside(machine: Machine, address: int, write: bool, place: tuple[str, int]) -> Report:
+    """place: file and line of the access; by now the program has ended."""
     fiber = machine.current
     assert fiber is not None
     event = machine.event(fiber, "store" if write else "access")
+    file, line = place
     grave = next((each for each in machine.graves if each.begin <= address < each.end), None)
     below = [region for region in machine.regions if region.end <= address and not region.quiet]
     above = [region for region in machine.regions if region.begin > address]
@@ -447,7 +449,7 @@ def _outside(machine: Machine, address: int, write: bool, count: int) -> Report:
     return Report(
         "out of bounds",
         f"{fiber} {'writes' if write else 'reads'} {where}; mask the access or correct the offset.",
-        (step(machine, event),),
+        (replace(step(machine, event), file=file, line=line),),
     )
 
 

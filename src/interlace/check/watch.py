@@ -8,33 +8,24 @@ there.
 
 from __future__ import annotations
 
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from interlace.check.fiber import Fiber, Poll, Seen
 from interlace.check.memory import Found, Memory, Region, Signal, Word, peek
 from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock
+from interlace.check.place import by_a_primitive, line
 from interlace.symmetric.interpreter import Access, Atomic
 
 SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
 MOST_EVENTS = 400_000  # of one schedule
 TICK = 1000  # nanoseconds of the machine's clock an event takes
 LARGEST_POLL = 32  # elements; a longer read is no poll
-HERE = Path(__file__).parent
-DEVICE = str(HERE.parent / "symmetric" / "device.py")
-OWN = tuple(
-    f"{folder}{os.sep}"
-    for folder in (HERE, HERE.parent / "symmetric", *(Path(str(each.__file__)).parent for each in (triton, torch, np)))
-)
 
 
 class Watch(Memory, ABC):
@@ -97,8 +88,8 @@ class Watch(Memory, ABC):
     @staticmethod
     def _own_words(region: Region, addresses: Any, write: bool) -> bool:
         """Whether a primitive uses the words at the head of a heap, which is no event; nobody else may."""
-        if region.quiet and not _by_a_primitive():
-            raise Found("out of bounds", address=int(addresses[0]), write=write, count=len(addresses))
+        if region.quiet and not by_a_primitive():
+            raise Found("out of bounds", address=int(addresses[0]), write=write, place=line())
         return region.quiet
 
     def _befores(self, addresses: Any, size: int, parts: list[tuple[Region, Any]]) -> dict[int, int]:
@@ -235,8 +226,8 @@ class Watch(Memory, ABC):
 
     def event(self, fiber: Fiber, what: str) -> int:
         """Notes who does what where; returns its number."""
-        file, line = _line()
-        self.events.append((fiber, what, file, line))
+        file, number = line()
+        self.events.append((fiber, what, file, number))
         if len(self.events) > MOST_EVENTS:
             raise Found("no end", events=len(self.events))
         self.happened()
@@ -316,35 +307,5 @@ class Watch(Memory, ABC):
     @staticmethod
     def place() -> str:
         """File and line of the user's program, for a message."""
-        file, line = _line()
-        return f"{file}:{line}"
-
-
-def _by_a_primitive() -> bool:
-    """Whether the innermost kernel or device function is one of `interlace.symmetric.device`."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file == DEVICE:
-            return True
-        if not file.startswith(OWN):
-            return False
-        frame = frame.f_back
-    return False
-
-
-_own: dict[str, bool] = {}
-
-
-def _line() -> tuple[str, int]:
-    """File and line of the innermost frame that is the user's."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        own = _own.get(file)
-        if own is None:
-            own = _own[file] = file.startswith(OWN)
-        if not own:
-            return file, frame.f_lineno
-        frame = frame.f_back
-    return "?", 0
+        file, number = line()
+        return f"{file}:{number}"
