@@ -96,6 +96,11 @@ def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
         assert rank["one"] <= rank["most"] <= 2 * rank["one"]
 
 
+def test_a_block_keeps_what_is_counted(run_ranks: Run) -> None:
+    for rank in run_ranks(f"{OURS}:kept", 2, {"length": 12}):
+        assert [saved for saved, _ in rank] == [counted for _, counted in rank]
+
+
 def test_scores_are_held_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same result when the limit cuts a tile into pieces of one query."""
     q, k, v = (torch.randn(2, 7, n, 3, dtype=torch.float64) for n in (4, 2, 2))
