@@ -26,6 +26,8 @@ MASKS: list[dict[str, Any]] = [
     {"length": 17, "window": 5},
     {"length": 17, "window": 1},
     {"length": 8},
+    {"length": 331, "window": 70},
+    {"length": 331, "window": 3, "documents": [[0] * 100 + [1] * 231]},
 ]
 
 
@@ -66,6 +68,7 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
         {"length": 16, "window": None, "documents": CROSSING},
         {"length": 15, "window": 3, "documents": None},
         {"length": 15, "window": 1, "documents": None},
+        {"length": 1024, "window": 5, "documents": None},
     ]
     found = run_ranks(f"{OURS}:work", 2, {"cases": cases})
     for number, case in enumerate(cases):
@@ -88,6 +91,8 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
                 assert sent == 2 * 2 * 3 * 8 * (2 * positions[0] + positions[1])
     assert [rank[1][0] for rank in found] == [[2, 20, 32, 0]] * 2  # two triangles a rank
     assert [rank[4][0][3] for rank in found] == [0, 0]
+    for _, seen, computed, _ in (rank[5][0] for rank in found):
+        assert computed < 16 * seen, "bands as wide as the window, not whole blocks"
 
 
 def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
