@@ -270,7 +270,7 @@ def main() -> None:
     mesh = Mesh((("pp", world.size),))
     groups = make_groups(mesh, world.rank, world.device, 300.0, meter)
     every = {pair for name in ("1f1b", "interleaved", "zbv") for pair in
-             pairs_of(generate(name, world.size, 1, chunks_for(name)))}  # fmt: skip
+             pairs_of(generate(name, world.size, 1, chunks_for(name)).placement)}  # fmt: skip
     device = torch.device("cpu") if args.sleep else world.device
     lines = make_lines(mesh, world.rank, "pp", every, device, 300.0, meter)
     names = args.schedules.split(",")

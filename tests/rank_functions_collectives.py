@@ -104,6 +104,10 @@ def moves(world: World) -> int:
                     assert broadcast(tensor, group, root=root).wait() is tensor
                     assert same(tensor, values[root])
                     checks += 1
+        one = given(2, me, 14).view(2, 7)[1:, 3]  # keeps the stride of what it was cut from
+        assert one.is_contiguous()
+        assert one.stride() == (7,)
+        assert same(all_gather(one, group).wait(), torch.cat([given(2, rank, 14)[10:11] for rank in range(n)]))
         shard = torch.empty(5, dtype=torch.bfloat16)  # a source is cast on its way into the shard
         whole = all_gather(shard, group, source=given(1, me, 5)).wait()
         assert same(whole, torch.cat([given(1, rank, 5).bfloat16() for rank in range(n)]))

@@ -292,6 +292,11 @@ def wrong_use(world: World) -> dict[str, str]:
     attempt("meta", lambda: DataParallel(nn.Linear(2, 2, device="meta"), group))
     attempt("mesh", lambda: interlace.parallelize(nn.Linear(2, 2), f"dp={world.size + 1}"))
     attempt("axis", lambda: interlace.parallelize(nn.Linear(2, 2), f"pp={world.size}"))
+    attempt("stage in mesh", lambda: interlace.parallelize(nn.Linear(2, 2), f"dp={world.size} zero=3"))
+    attempt("misspelt axis", lambda: interlace.parallelize(nn.Linear(2, 2), f"tpp={world.size}"))
+    attempt("number", lambda: interlace.parallelize(nn.Linear(2, 2), world.size))  # type: ignore[arg-type]
+    attempt("wrapped", lambda: interlace.parallelize(nn.Sequential(made())))
+    attempt("nowhere", lambda: interlace.parallelize(nn.Linear(2, 2, device="meta")))
     attempt("role", lambda: interlace.parallelize(nn.Linear(2, 2), roles={"wieght": spec.Role.NORM}))
     model = made(zero=3)
     state = model.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ def passes(world: World) -> None:
         for scenario in (
             twice_without_zero_grad, zero_grad_in_between, discarded, evaluated_in_between, dropped_forward,
             failed_forward, failed_backward, evaluated_before_backward, two_forwards, changed_by_hand, inference_first,
+            frozen_for_a_step,
         ):  # fmt: skip
             reference = seeded(0, lambda: Odd(3))
             model = DataParallel(seeded(0, lambda: Odd(3)), group, zero=zero)
@@ -212,6 +214,23 @@ def inference_first(model: DataParallel, reference: nn.Module) -> None:
         assert torch.allclose(model(tokens), reference(tokens), atol=1e-10)
     reference_step(reference, 0, model.group.size, 1)
     split_step(model, 0, 1)
+
+
+def frozen_for_a_step(model: DataParallel, reference: nn.Module) -> None:
+    """A block's leaves take no gradient for a while: an optimizer leaves them alone, with its decay and momentum."""
+    frozen = [
+        [p for name, p in m.named_parameters() if name.startswith("blocks.1.") and p.requires_grad]
+        for m in (model, reference)
+    ]
+    assert all(frozen)
+    for parameter in itertools.chain(*frozen):
+        parameter.requires_grad_(False)
+    for parts in (1, 2):
+        reference_step(reference, 4, model.group.size, parts)
+        split_step(model, 4, parts)
+    assert all(parameter.grad is None for parameter in itertools.chain(*frozen))
+    for parameter in itertools.chain(*frozen):
+        parameter.requires_grad_(True)
 
 
 def optimizers(world: World) -> None:

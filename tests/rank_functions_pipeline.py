@@ -25,7 +25,7 @@ FEATURES = 6
 
 def lines_of(world: World, table: Table, meter: Meter) -> Lines:
     mesh = Mesh((("pp", world.size),))
-    return make_lines(mesh, world.rank, "pp", pairs_of(table), CPU, world.timeout, meter)
+    return make_lines(mesh, world.rank, "pp", pairs_of(table.placement), CPU, world.timeout, meter)
 
 
 class Sleeping:

@@ -18,6 +18,8 @@ from interlace.models.decoder import Decoder
 from interlace.models.vocabulary import vocabulary_loss
 from interlace.plan.fit import check, nearest_plans
 from interlace.plan.memory import block_activations, estimate, gib, micro_batching
+from interlace.plan.stages import contradiction, table_of
+from interlace.schedule import FORMS, generate, lower
 from interlace.spec import total_parameters
 
 GIB = 1 << 30
@@ -385,13 +387,53 @@ def test_what_pipelines_refuse(tmp_path: Path) -> None:
     file = tmp_path / "own.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     check(tiny(f"pp=2 micro_batches=2 schedule={file}"), 2, available_axes=("dp", "pp"))
+    check(tiny(f"pp=2 micro_batches=2 schedule={file}", "train.compile=true"), 2, available_axes=("dp", "pp"))
     message = refusal(tiny(f"pp=2 micro_batches=3 schedule={file}"), 2, axes=("dp", "pp"))
     assert f"asks for micro_batches=3, found micro_batches=2 in {file}" in message
+    assert f'"pp=2 schedule={file} micro_batches=2"' in message
+    message = refusal(tiny(f"pp=2 chunks=2 micro_batches=2 schedule={file}"), 2, axes=("dp", "pp"))
+    assert f"asks for chunks=2, found chunks=1 in {file}" in message
+    message = refusal(tiny(f"pp=2 micro_batches=2 schedule={file}", "model.num_layers=1"), 2, axes=("dp", "pp"))
+    assert message.endswith('"dp=2 micro_batches=2"')  # a schedule is a pipeline's
+    file.write_text("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
+    message = refusal(tiny(f"pp=2 micro_batches=4 schedule={file}"), 2, axes=("dp", "pp"))
+    assert message.endswith(f'"pp=2 schedule={file} micro_batches=3"')
     message = refusal(tiny(f"pp=4 micro_batches=2 schedule={file}"), 4, axes=("dp", "pp"))
     assert f"asks for pp=4, found pp=2 in {file}" in message
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
     with pytest.raises(PlanError, match=r"own.csv: rank 1 never runs 1B1; add it"):
         check(tiny(f"pp=2 micro_batches=2 schedule={file}"), 2, available_axes=("dp", "pp"))
+
+
+FIXED = "run.reproducible=plan"
+ZEROED = "{0}UNSHARD,{0}F0,{0}F1,{0}B0,{0}B1,{0}REDUCE"
+
+
+@pytest.mark.parametrize(
+    ("row", "words", "fault"),
+    [
+        ("{0}F0,{0}F1,{0}B1,{0}B0", [FIXED], "runs 0B1 before 0B0, and run.reproducible"),
+        ("{0}F0,{0}F1,{0}I1,{0}I0,{0}W0,{0}W1", [FIXED], "runs 0I1 before 0I0, and run.reproducible"),
+        (ZEROED, [FIXED], 'runs 0REDUCE, and run.reproducible = "plan" reduces every micro-batch'),
+        (ZEROED.replace("REDUCE", "REDUCE0,{0}REDUCE1"), [], "runs 0REDUCE0, and a plan reduces once a step"),
+        (ZEROED, ["zero=3"], "leaves stage 0 whole with zero=3, without a RESHARD behind its last use"),
+    ],
+)
+def test_a_schedule_file_that_contradicts_its_plan(tmp_path: Path, row: str, words: list[str], fault: str) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text(f"{row.format(0)}\n{row.format(1)}\n")
+    fixed = FIXED in words
+    batches = "micro_batch_size=8" if fixed else f"micro_batches=2 {' '.join(words)}"
+    cfg = tiny(f"dp=2 pp=2 schedule={file} {batches}", *([FIXED, "train.global_batch=32"] if fixed else []))
+    message = refusal(cfg, 4, axes=("dp", "pp"))
+    assert f"asks for schedule={file}, which {fault}" in message
+    with pytest.raises(PlanError, match=r"own\.csv (runs|leaves)"):
+        table_of(cfg.plan, 2, fixed)
+    for name in FORMS:
+        for ranks, count in ((2, 3), (3, 7), (4, 5)):
+            for zero in range(4):
+                table = lower(generate(name, ranks, count), zero, fixed=fixed)
+                assert contradiction(table, zero, fixed) is None, f"{name} {ranks} {count} {zero}"
 
 
 def test_a_rank_of_a_pipeline_holds_what_its_table_says() -> None:

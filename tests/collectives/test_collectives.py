@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from interlace.collectives import Group, Meter, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from interlace.collectives.handle import Record
+from interlace.collectives.handle import Record, start
 from interlace.collectives.ordered import add_in_order, ordered_sum
 
 Run = Callable[..., list[Any]]
@@ -112,3 +112,14 @@ def test_a_wait_counts_while_bytes_are_on_their_way() -> None:
         ("compute", own, 14.0, 15.0), ("compute", own, 18.0, 19.0), ("compute", own, 13.0, 14.0),
     ]  # fmt: skip
     assert Record((), ()).waited() == {}
+
+
+def test_a_transfer_that_fails_is_named() -> None:
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("timed out")
+
+    handle = start(Meter(), "dp", "collect head", 0, None, None, lambda: [Broken()], lambda: None)
+    with pytest.raises(RuntimeError, match="timed out") as caught:
+        handle.wait()
+    assert caught.value.__notes__[0].startswith('"collect head" along dp needs all its ranks')

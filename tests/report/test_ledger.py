@@ -202,6 +202,20 @@ def test_both_ends_of_a_transfer_between_stages_are_matched() -> None:
     assert found[0].seconds("transfer", "pp") == 1
 
 
+def test_between_stages_bytes_move_at_most_while_both_ends_are_under_way() -> None:
+    """As gloo has it: the receive stands long before, the send is done when somebody waits for it, long after."""
+    found = one(
+        [
+            event(0, "compute", "compute", 0, 6, "0F1"),
+            event(0, "comm.pp", "comm", 6, 13, "0SEND_F1"),
+            event(1, "comm.pp", "comm", 1, 6.5, "1RECV_F1"),
+            event(1, "compute", "wait", 2, 6.5, "1RECV_F1"),
+            event(1, "compute", "compute", 6.5, 13, "1F1"),
+        ]
+    )
+    assert rows(found[1]) == {"pipeline bubble": 4, "exposed transfer pp": 0.5, "compute": 6.5, "host gap": 2}
+
+
 def test_receives_that_only_one_rank_saw_take_what_the_shortest_took() -> None:
     account = one(
         [event(0, "comm.pp", "comm", 0, 4, "recv", bytes=8), event(0, "comm.pp", "comm", 4, 5, "recv", bytes=8)]

@@ -57,6 +57,9 @@ LOWERED = str(lower(parse_csv("\n".join(GOOD)), 3)).replace("rank 0: ", "").repl
         (",0REDUCE", "", "rank 0 never runs 0REDUCE"),
         ("0B1,0RESHARD,0REDUCE", "0REDUCE,0B1,0RESHARD", "rank 0 runs 0REDUCE before all its gradients"),
         ("0B1,0RESHARD,0REDUCE", "0REDUCE1,0B1,0RESHARD", "rank 0 runs 0REDUCE1 before all its gradients"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE0", "rank 0 runs 0REDUCE0, found 2 micro-batches; reduce once"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE1,0REDUCE0", "rank 0 runs 0REDUCE1 0REDUCE0, found 2 micro-b"),
+        ("0B1,0RESHARD,0REDUCE", "0B1,0RESHARD,0REDUCE,0REDUCE1", "rank 0 runs 0REDUCE 0REDUCE1, found 2 micro-bat"),
         ("0SEND_F0", "0SEND_B0", "rank 0 runs 0SEND_B0, and there is no stage -1|before"),
     ],
 )
@@ -88,6 +91,8 @@ def test_every_table_comes_back_from_its_file(tmp_path: Path) -> None:
     ("text", "fault"),
     [
         ("0F0,0B0\n1F0,,1X0", r'own, line 2, column 3: "1X0" is no action: write stage, kind and micro-batch'),
+        ("x" * 200_000, 'own, line 1, column 1: "x{40}..." is no action'),
+        ('"0F0","0F1","0B0"', "own: rank 0 never runs 0B1"),
         ("0F0,0B", 'own, line 1, column 2: "0B" is no action'),
         ("0F0,0B0,0RESHARD1", '"0RESHARD1" is no action'),
         ("0F0,0B0\n0F1,0B1", r"line 2, column 1: stage 0 is on rank 0 \(line 1, column 1\) and on rank 1"),

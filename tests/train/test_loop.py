@@ -440,6 +440,7 @@ def test_compiled_blocks_give_the_same_losses(run_ranks: Callable[..., Any], tmp
     jobs = []
     for compiled in ("false", "true"):
         overrides = ["model.num_layers=1", "train.steps=2", f"train.compile={compiled}"]
+        overrides += ["model.dropout=0.3", "model.attention_dropout=0.2"]
         jobs.append({"config": runs.config(tmp_path, "dp=1", overrides, out=compiled).to_toml()})
     run_ranks("rank_functions_train:train_all", 1, {"jobs": jobs}, 110.0)
     first, second = (

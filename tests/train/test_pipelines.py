@@ -62,11 +62,16 @@ def test_pipelines_equal_one_process(ranks: int, run_ranks: Run, tmp_path: Path)
 
 FIXED = ["run.reproducible=plan", "train.global_batch=7", "model.num_layers=4", "train.warmup=2", *MIXED]
 SAME: dict[int, list[tuple[str, str]]] = {  # by ranks: plan and kind of model
-    1: [("dp=1", "plain"), ("dp=1", "tied"), ("dp=1", "bf16")],
+    1: [("dp=1", "plain"), ("dp=1", "tied"), ("dp=1", "bf16"), ("dp=1 micro_batch_size=7", "in one")],
     2: [("pp=2 schedule=zbv", "tied"), ("pp=2 schedule=interleaved chunks=2 recompute=full", "plain")],
-    4: [("dp=2 pp=2 zero=3 schedule=zb-h1", "bf16"), ("dp=2 pp=2 zero=1 schedule=v-half", "plain"), ("pp=4", "tied")],
+    4: [
+        ("dp=2 pp=2 zero=3 schedule=zb-h1", "bf16"),
+        ("dp=2 pp=2 zero=1 schedule=v-half", "plain"),
+        ("pp=4", "tied"),
+        ("dp=2 pp=2 micro_batch_size=7", "in one"),
+    ],
 }
-KINDS = {"plain": [], "tied": TIED, "bf16": ["train.precision=bf16", *TIED]}
+KINDS = {"plain": [], "in one": [], "tied": TIED, "bf16": ["train.precision=bf16", *TIED]}
 
 
 def test_every_pipeline_has_the_bits_of_one_process(run_ranks: Run, tmp_path: Path) -> None:

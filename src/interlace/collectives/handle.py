@@ -199,7 +199,7 @@ def start(
 
         def wait_on_host() -> T:
             stood = time.perf_counter()
-            with meter.waiting(name + peer):
+            with meter.waiting(name + peer), _named(axis, name):
                 for work in works:
                     work.wait()
             moved = time.perf_counter()
@@ -235,6 +235,16 @@ def start(
         return result
 
     return Handle(wait_on_stream)
+
+
+@contextmanager
+def _named(axis: str, name: str) -> Iterator[None]:
+    """The library's errors name neither the transfer nor its remedy: a note of the exception does."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(f'"{name}" along {axis} needs all its ranks: see which of them ended, or does not come to it.')
+        raise
 
 
 def now(device: torch.device) -> Moment:

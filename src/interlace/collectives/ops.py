@@ -172,5 +172,8 @@ def _send_to_all(group: Group, shard: torch.Tensor, parts: Sequence[torch.Tensor
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as plain bytes: a move needs no element type."""
-    return tensor.view(torch.uint8)
+    """The memory of a contiguous 1-D tensor as plain bytes: a move needs no element type.
+
+    A slice of one element may keep any stride, and be contiguous; as bytes it must not.
+    """
+    return tensor.as_strided(tensor.shape, (1,)).view(torch.uint8)

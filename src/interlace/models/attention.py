@@ -196,12 +196,16 @@ class AttentionCore(nn.Module):
         pattern = context.patterns[self.window]
         if not self.training or self.dropout == 0.0:
             return attention(q_BTHE, k_BTKE, v_BTKE, pattern)
+        keep_BHTS = self.keep(context, q_BTHE.shape[2], k_BTKE.shape[1])
+        return attention(q_BTHE, k_BTKE, v_BTKE, pattern, self.dropout, keep_BHTS)
+
+    def keep(self, context: Context, num_heads: int, keys: int) -> Tensor:
+        """Which probabilities stay: bool [B num_heads T keys]."""
         say_once("attention dropout: attention is written out, with its scores in memory, instead of fused")
-        heads_H = self.first_head + torch.arange(q_BTHE.shape[2], device=q_BTHE.device)
+        heads_H = self.first_head + torch.arange(num_heads, device=context.columns_T.device)
         rows_1HT = ((heads_H[:, None] << 32) + context.columns_T[None, :])[None]
         key = random.key(context.dropout_key, self.layer)
-        keep = random.dropout_mask(key, context.samples_B[:, None, None], rows_1HT, k_BTKE.shape[1], self.dropout)
-        return attention(q_BTHE, k_BTKE, v_BTKE, pattern, self.dropout, keep)
+        return random.dropout_mask(key, context.samples_B[:, None, None], rows_1HT, keys, self.dropout)
 
     def extra_repr(self) -> str:
         return f"window={self.window}, dropout={self.dropout}"

@@ -130,9 +130,12 @@ class Dropout(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         if not self.training or self.p == 0.0:
             return x_BTD
+        return x_BTD * self.keep(context, x_BTD.shape[-1]) * (1.0 / (1.0 - self.p))
+
+    def keep(self, context: Context, width: int) -> Tensor:
+        """Which elements stay: bool [B T width]."""
         key = random.key(context.dropout_key, self.layer)
-        keep_BTD = random.dropout_mask(key, *context.places, x_BTD.shape[-1], self.p)
-        return x_BTD * keep_BTD * (1.0 / (1.0 - self.p))
+        return random.dropout_mask(key, *context.places, width, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, layer={self.layer!r}"

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.collectives import Meter, make_groups
-from interlace.errors import ConfigError, PlanError
+from interlace.errors import ConfigError, PlanError, nearest
 from interlace.launch import join
-from interlace.mesh import ORDER, Mesh
+from interlace.mesh import FOLDS, ORDER, Mesh
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.roles import KINDS, Roles, resolve, split_module
@@ -36,8 +36,9 @@ def parallelize(
     """Splits `module` over the ranks of `mesh` and returns it wrapped; train it as the original.
 
         model = interlace.parallelize(module, zero=3)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())  # not the module's, which are views
         model(batch).mean().backward()
+        model.clip_grad_norm_(1.0)  # over all ranks; torch's own would see this rank's part
         optimizer.step()
 
     Args:
@@ -56,6 +57,7 @@ def parallelize(
     mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
     divide by tp; `ConfigError` for a role of an unknown parameter, and what `DataParallel` refuses.
     """
+    _check(module)
     found = resolve(module, roles or {})
     decay = _decay(module, found)
     if dist.is_initialized():
@@ -88,6 +90,15 @@ def parallelize(
     )
 
 
+def _check(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, DataParallel):
+            raise ConfigError(f"{name or 'the module'} is wrapped already; wrap the whole module once.")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
+
+
 def _decay(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> dict[str, bool]:
     """Parameter -> whether weight decay applies, as far as a role of it or of its module says."""
     decay = {}
@@ -98,15 +109,29 @@ def _decay(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> dict[str
     return decay
 
 
+def _read(text: str) -> Mesh:
+    """The mesh of a text, its axes in their order."""
+    read = Mesh.parse(text)
+    for axis, n in read.axes:
+        if axis == "zero":
+            raise PlanError(f'the mesh "{text}" names zero, which is no axis; give it apart, zero={n}.')
+        if axis not in ORDER:
+            near = nearest(axis, (*ORDER, *FOLDS))
+            raise PlanError(
+                f'the mesh "{text}" names {axis}, which is no axis; '
+                + (f"did you mean {near}?" if near else "use dp, shard or tp.")
+            )
+    return Mesh(tuple(sorted(read.axes, key=lambda axis: ORDER.index(axis[0]))), read.folds)
+
+
 def _mesh(mesh: Mesh | str | None, size: int) -> Mesh:
     """The mesh asked for, if `size` processes can run it."""
     if mesh is None:
         mesh = Mesh((("dp", size),))
     elif isinstance(mesh, str):
-        read = Mesh.parse(mesh)
-        mesh = Mesh(
-            tuple(sorted(read.axes, key=lambda axis: ORDER.index(axis[0]) if axis[0] in ORDER else -1)), read.folds
-        )
+        mesh = _read(mesh)
+    elif not isinstance(mesh, Mesh):
+        raise PlanError(f'mesh={mesh!r} is no mesh; give a text such as "dp={size}", or a Mesh.')
     if mesh.world != size:
         raise PlanError(f"the mesh {mesh} has {mesh.world} ranks, but {size} are running; use dp={size}.")
     other = [axis for axis, n in (*mesh.axes, *mesh.folds) if axis not in ("dp", "shard", "tp") and n > 1]

@@ -564,8 +564,7 @@ class Flat:
             return
         self._hand_out(self._result)
         for leaf, carried in zip(self.leaves, self._carried, strict=True):
-            if carried is not None:
-                assert leaf.grad is not None
+            if carried is not None and leaf.grad is not None:
                 leaf.grad.add_(carried)
         self._carried = []
 
@@ -579,7 +578,7 @@ class Flat:
     def _hand_out(self, held: torch.Tensor) -> None:
         begin = self.held[0]
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
-            leaf.grad = held[start - begin : start - begin + leaf.numel()]
+            leaf.grad = held[start - begin : start - begin + leaf.numel()] if leaf.requires_grad else None
 
     def adopt(self, reduced: torch.Tensor) -> None:
         """Takes a gradient of the held elements that was reduced elsewhere, and hands it to the leaves."""

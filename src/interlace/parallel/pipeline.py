@@ -241,8 +241,7 @@ class Stage:
         return tape
 
 
-def pairs_of(table: Table) -> set[tuple[int, int]]:
-    """(from, to): every direction in which stages of the table send to another rank."""
-    home = table.placement
-    neighbours = [(a, b) for a, b in itertools.pairwise(home) if a != b]
+def pairs_of(placement: Sequence[int]) -> set[tuple[int, int]]:
+    """(from, to): every direction in which stages, placed so, send to another rank."""
+    neighbours = [(a, b) for a, b in itertools.pairwise(placement) if a != b]
     return {*neighbours, *((b, a) for a, b in neighbours)}

@@ -17,7 +17,7 @@ from interlace.errors import ConfigError, PlanError
 from interlace.plan.context import EXCHANGES, local_heads, splits_heads
 from interlace.plan.memory import estimate, gib, micro_batching
 from interlace.plan.share import micro_batch_count
-from interlace.plan.stages import layers_given, num_stages, stages_of, table_of
+from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
 from interlace.schedule import FORMS, read_csv, validate
 
 RECOMPUTE = ("none", "selective", "full")
@@ -217,9 +217,13 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
     if form is None:
         table = read_csv(plan.schedule)
         count = micro_batch_count(plan, config.train.global_batch, _is_fixed(config))
-        for what, asked, found in (("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)):
+        sizes = [("pp", plan.pp, table.ranks), ("micro_batches", count, table.micro_batches)]
+        sizes += [("chunks", plan.chunks, table.stages // table.ranks)] if plan.chunks > 1 else []
+        for what, asked, found in sizes:
             if asked != found:
                 return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
+        if fault := contradiction(table, plan.zero, _is_fixed(config)):
+            return f"asks for schedule={plan.schedule}, which {fault}"
     stages = num_stages(plan)
     if cfg.num_layers < stages:
         words = f"pp={plan.pp}" + (f" chunks={stages // plan.pp}" if stages > plan.pp else "")
@@ -228,7 +232,7 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
         stages_of(cfg, stages, config.data.sequence_length, layers_given(plan))
     except PlanError as error:
         return f"asks for {str(error).partition(': nearest')[0]}"
-    if config.train.compile and (form is None or table_of(plan, 2 * plan.pp).splits_backward):
+    if config.train.compile and splits_backward(plan):
         return (
             f"asks for schedule={plan.schedule}, which runs backward in two parts, with train.compile=true, whose "
             "compiled blocks run it in one"
@@ -300,10 +304,12 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
         if pp > 1 and asked.transport == "copy":
             mesh = replace(mesh, transport="auto")
-        pipelines = {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, ""), ("1f1b", 1, "")}
-        fewer = min(asked.chunks, config.model_config().num_layers // pp)
-        pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
-        meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)] if pp > 1 else [mesh]
+        pipelines = {("1f1b", 1, "")}
+        if pp > 1:
+            pipelines |= {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, "")}
+            fewer = min(asked.chunks, config.model_config().num_layers // pp)
+            pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}
+        meshes = [replace(mesh, schedule=s, chunks=c, layers=n) for s, c, n in sorted(pipelines)]
         exchanges = {asked.exchange, "auto"} if cp > 1 else {asked.exchange}
         meshes = [replace(mesh, exchange=exchange) for mesh in meshes for exchange in sorted(exchanges)]
         for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
@@ -331,6 +337,8 @@ def _batchings(config: Config, dp: int) -> set[tuple[int, int]]:
         return {(1, size) for size in (asked.micro_batch_size, min(asked.micro_batch_size, config.train.global_batch))}
     least = max(1, config.train.global_batch // dp)
     counts = {1, least, min(asked.micro_batches, least)} | {1 << i for i in range(least.bit_length())}
+    if asked.pp > 1 and asked.schedule not in FORMS:
+        counts.add(read_csv(asked.schedule).micro_batches)
     return {(count, 0) for count in counts if count <= least} | {(asked.micro_batches, asked.micro_batch_size)}
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 from interlace.config import ModelConfig, ParallelPlan
 from interlace.errors import PlanError
-from interlace.schedule import FORMS, Table, chunks_of, generate, lower, read_csv, validate
+from interlace.schedule import FORMS, Action, Kind, Table, chunks_of, generate, lower, read_csv, validate
 from interlace.spec import operations, units
 
 
 def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Table:
     """The lowered, valid table of a plan for so many micro-batches a replica.
 
-    fixed: gradients are summed micro-batch by micro-batch.  Errors: PlanError for a file that cannot run, or is of
-    another number of ranks or of fewer micro-batches.
+    fixed: gradients are summed micro-batch by micro-batch.  Errors: PlanError for a file that cannot run, is of another
+    number of ranks or of fewer micro-batches, or contradicts the plan (`contradiction`).
     """
     if plan.schedule in FORMS:
         table = generate(plan.schedule, plan.pp, micro_batches, plan.chunks)
@@ -33,9 +34,46 @@ def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Tab
         if table.micro_batches != micro_batches:
             validate(table)
             table = table.first(micro_batches)
-    table = lower(table, plan.zero, fixed=fixed and plan.dp >= 1, ahead=1 if plan.overlap == "on" else 0)
+        if fault := contradiction(table, plan.zero, fixed):
+            raise PlanError(f"{table.where} {fault}")
+    table = lower(table, plan.zero, fixed=fixed, ahead=1 if plan.overlap == "on" else 0)
     validate(table)
     return table
+
+
+def contradiction(table: Table, zero: int, fixed: bool) -> str | None:
+    """What the order of a file, or the ZeRO actions that it brings, gets wrong under a plan; None if nothing.
+
+    The end of a sentence that begins with the file.  fixed: as in `table_of`.
+    """
+    for row in table.rows:
+        for stage in sorted({action.stage for action in row}):
+            own = [action for action in row if action.stage == stage]
+            if fault := (_disorder(own) if fixed else None) or _wrong_zero(own, zero, fixed):
+                return fault
+    return None
+
+
+def _disorder(actions: Sequence[Action]) -> str | None:
+    """Gradients of a stage that come before those of an earlier micro-batch: of the weights, and in I of all others."""
+    for kind in (Kind.INPUT, Kind.WEIGHT):
+        made = [action for action in actions if action.kind in (Kind.BACKWARD, kind)]
+        for one, following in itertools.pairwise(made):
+            if (one.micro_batch or 0) > (following.micro_batch or 0):
+                return f'runs {one} before {following}, and run.reproducible = "plan" adds micro-batches in their order'
+    return None
+
+
+def _wrong_zero(actions: Sequence[Action], zero: int, fixed: bool) -> str | None:
+    """ZeRO actions of a stage, where the file brings any, that do not do what the plan says."""
+    for action in actions:
+        if action.kind is Kind.REDUCE and (action.micro_batch is not None) != fixed:
+            asked = 'run.reproducible = "plan" reduces every micro-batch' if fixed else "a plan reduces once a step"
+            return f"runs {action}, and {asked}"
+    whole = sum((action.kind is Kind.UNSHARD) - (action.kind is Kind.RESHARD) for action in actions)
+    if zero == 3 and whole:
+        return f"leaves stage {actions[0].stage} whole with zero=3, without a RESHARD behind its last use"
+    return None
 
 
 def placement_of(plan: ParallelPlan) -> tuple[int, ...]:
@@ -43,6 +81,15 @@ def placement_of(plan: ParallelPlan) -> tuple[int, ...]:
     if plan.schedule in FORMS:
         return generate(plan.schedule, plan.pp, 1, plan.chunks).placement
     return read_csv(plan.schedule).placement
+
+
+def splits_backward(plan: ParallelPlan) -> bool:
+    """Whether a plan's table has backward in two parts somewhere; PlanError as of `table_of`."""
+    if plan.pp == 1:
+        return False
+    if plan.schedule in FORMS:
+        return generate(plan.schedule, plan.pp, 2 * plan.pp, plan.chunks).splits_backward
+    return read_csv(plan.schedule).splits_backward
 
 
 def num_stages(plan: ParallelPlan) -> int:

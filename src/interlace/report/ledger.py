@@ -16,7 +16,8 @@ whole numbers: a sum is exact, whatever the order.
 
 Transfer and waiting.  The k-th transfer of a name on an axis is the same one on every rank of the group.  It cannot
 have moved before the last rank came, so it took what it took on the rank where it was shortest; what it took longer on
-the others is waiting for that rank, which is named.  Along `pp` such waiting is the pipeline's bubble.
+the others is waiting for that rank, which is named.  Along `pp` such waiting is the pipeline's bubble, and it moved at
+most while both its ends were under way: gloo says that a send is done only to who waits for it.
 
 Contention.  Work that ran both alone and beside transfers (one name, one number of FLOPs, one rank) took the median of
 its times alone; what it took longer beside a transfer, at most as long as they ran together, is contention.  Work whose
@@ -256,8 +257,12 @@ def shared(transfers: Mapping[int, Sequence[Event]], groups: Groups) -> dict[int
     shares: dict[int, Share] = {}
     for each in matched(transfers, groups):
         late = min(each, key=lambda rank: (_length(each[rank]), rank))
+        moving = _length(each[late])
+        if _is_pipe(each[late]):  # a send may end long after it arrived, and a receive begin long before it was sent
+            begins, ends = zip(*map(_span, each.values()), strict=True)
+            moving = max(0, min(moving, min(ends) - max(begins)))
         for event in each.values():
-            shares[id(event)] = Share(min(_length(each[late]), _length(event)), late)
+            shares[id(event)] = Share(min(moving, _length(event)), late)
     alone = [event for own in transfers.values() for event in own if id(event) not in shares and _is_pipe(event)]
     shortest: dict[tuple[str, int], int] = {}
     for event in alone:

@@ -14,7 +14,6 @@ table of F, B, I, W alone is what generators and files give; `lower` adds the re
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 ZERO = (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)
+SHOWN = 40  # characters of what is no action
 _FORM = re.compile(r"([0-9]{1,6})(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE)([0-9]{1,6})?")
 
 
@@ -63,8 +63,9 @@ class Action:
         kind = Kind(match[2]) if match else None
         counted = match is not None and match[3] is not None
         if match is None or kind is None or (not counted and kind not in ZERO) or (counted and kind in ZERO[:2]):
+            shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
             raise PlanError(
-                f'"{text}" is no action: write stage, kind and micro-batch, as in 0F3, 1B2, 1I2, 1W2 or 0SEND_F3'
+                f'"{shown}" is no action: write stage, kind and micro-batch, as in 0F3, 1B2, 1I2, 1W2 or 0SEND_F3'
             )
         return cls(int(match[1]), kind, int(match[3]) if counted else None)
 
@@ -173,10 +174,10 @@ def parse_csv(text: str, where: str = "schedule") -> Table:
         row = []
         for column, cell in enumerate(cells, 1):
             at = f"line {number}, column {column}"
-            if not cell.strip():
+            if not cell:
                 continue
             try:
-                action = Action.parse(cell.strip())
+                action = Action.parse(cell)
             except PlanError as error:
                 raise PlanError(f"{where}, {at}: {error}") from None
             rank, first = homes.setdefault(action.stage, (len(rows), at))
@@ -204,7 +205,7 @@ def _lines(text: str) -> Iterator[tuple[int, list[str]]]:
         lines.pop()
     for number, line in enumerate(lines, 1):
         if not line.lstrip().startswith("#"):
-            yield number, next(csv.reader([line]), [])
+            yield number, [cell.strip(' \t"') for cell in line.split(",")]
 
 
 def table(

@@ -167,10 +167,15 @@ def _check_zero(table: Table, rank: int) -> None:
             early = action.micro_batch is None and left[stage]
             if early or (action.micro_batch is not None and not _made(row, action)):
                 raise PlanError(f"{table.where}: rank {rank} runs {action} before all its gradients are there; move it")
-    reduced = {action.stage for action in row if action.kind is Kind.REDUCE}
     for stage in table.stages_of(rank):
-        if stage not in reduced:
+        reduced = [action for action in row if action.kind is Kind.REDUCE and action.stage == stage]
+        if not reduced:
             raise PlanError(f"{table.where}: rank {rank} never runs {stage}REDUCE; add it behind the last backward")
+        if [action.micro_batch for action in reduced] not in ([None], list(range(table.micro_batches))):
+            raise PlanError(
+                f"{table.where}: rank {rank} runs {' '.join(map(str, reduced))}, found {table.micro_batches} "
+                f"micro-batches; reduce once, {stage}REDUCE, or each of them in order"
+            )
 
 
 def _made(row: tuple[Action, ...], reduce: Action) -> bool:

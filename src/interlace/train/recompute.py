@@ -16,17 +16,26 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from interlace.models.attention import AttentionCore
 from interlace.models.decoder import Decoder
+from interlace.models.layers import Dropout
 
 
 def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
-    """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked."""
+    """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked.
+
+    Dropout masks stay outside of what is compiled: their key is another number in each step, which would compile
+    again, and Inductor writes no C++ for their 64-bit products.
+    """
     for block in decoder.blocks:
         if block is None:  # another stage's
             continue
         if policy == "selective":
             _again(block.get_submodule("attention.core"))
         if compiled:
+            for module in block.modules():
+                if isinstance(module, Dropout | AttentionCore):
+                    module.keep = torch.compiler.disable(module.keep)  # type: ignore[method-assign]
             block.forward = torch.compile(block.forward)
         if policy == "full":
             _again(block)

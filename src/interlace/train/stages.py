@@ -23,8 +23,7 @@ from interlace.models.decoder import Decoder
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.parallel.stages import StagedParallel
-from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
-from interlace.schedule import FORMS
+from interlace.plan.stages import layers_given, num_stages, placement_of, splits_backward, stages_of, table_of
 from interlace.train.data import IGNORED, Batch
 
 
@@ -213,11 +212,6 @@ class Staged:
         return torch.stack(totals)
 
 
-def splits_backward(plan: ParallelPlan) -> bool:
-    """Whether a plan's table has backward in two parts somewhere."""
-    return plan.pp > 1 and (plan.schedule not in FORMS or table_of(plan, 2 * plan.pp).splits_backward)
-
-
 def prepare(
     cfg: Config, model_cfg: ModelConfig, decoder: Decoder, groups: Groups
 ) -> tuple[list[str], Callable[..., StagedParallel]]:
@@ -240,7 +234,7 @@ def prepare(
 
 def attach(cfg: Config, model_cfg: ModelConfig, model: StagedParallel, groups: Groups, meter: Meter) -> None:
     """Lets `train.step` run the model through its pipeline.  Collective."""
-    lines = _lines(cfg, groups, pairs_of(table_of(cfg.plan, 1)))
+    lines = _lines(cfg, groups, pairs_of(placement_of(cfg.plan)))
     cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
     model.through = Staged(cfg, model, cut, groups["pp"], lines, meter).forward_backward
 
