@@ -21,6 +21,7 @@ from interlace.models.layers import Context
 from interlace.parallel import blocks, context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
 from interlace.plan import context as plan
+from interlace.plan.memory import block_activations
 from interlace.train import verify
 from interlace.world import World
 
@@ -174,6 +175,37 @@ def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[li
                 everywhere.nonzero().flatten().tolist(),
             ]
         found.append(by_exchange)
+    return found
+
+
+def kept(world: World, length: int) -> list[tuple[int, int]]:
+    """Bytes that autograd keeps of one block, by exchange and with documents or without, beside those counted."""
+    group, found = group_of(world), []
+    cfg = ModelConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24)
+    for exchange in EXCHANGES:
+        for separate in (False, True):
+            decoder = Decoder(cfg)
+            initialise(decoder, cfg, 0)
+            axis = SequenceAxis(group, length, exchange)
+            split_sequences(decoder, axis)
+            at = axis.columns()
+            documents_BT = (torch.arange(length) // 5).expand(2, length) if separate else None
+            given = decoder.context((2, len(at)), CPU, documents_BT=documents_BT, columns_T=at)
+            for pattern in given.patterns.values():
+                pattern.prepare(torch.float32, cfg.head_dim)
+            shared = {t.untyped_storage().data_ptr() for t in [*decoder.parameters(), *given.rotary]}
+            sizes: dict[int, Tensor] = {}
+
+            def pack(tensor: Tensor, shared: set[int] = shared, sizes: dict[int, Tensor] = sizes) -> Tensor:
+                if tensor.untyped_storage().data_ptr() not in shared:
+                    sizes[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                decoder.blocks[0](torch.randn(2, len(at), 16, requires_grad=True), given)
+            saved = sum(tensor.untyped_storage().nbytes() for tensor in sizes.values())
+            more = {"documents": separate, "device": "cpu", "cp": world.size, "exchange": exchange}
+            found.append((saved, block_activations(cfg, 2, len(at), 4, **more)))
     return found
 
 

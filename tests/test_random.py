@@ -118,6 +118,8 @@ def test_dropout_mask_is_a_function_of_sample_row_and_element(count):
         for t in range(5):
             alone = random.dropout_mask(11, torch.tensor(b), torch.tensor(t), count, 0.4)
             assert torch.equal(alone, mask[b, t])
+    for start in range(1, count):
+        assert torch.equal(random.dropout_mask(11, sample, row, count - start, 0.4, start), mask[..., start:])
     longer = random.dropout_mask(11, sample, row, count + 9, 0.4)
     assert torch.equal(longer[..., :count], mask)
 

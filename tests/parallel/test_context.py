@@ -26,6 +26,8 @@ MASKS: list[dict[str, Any]] = [
     {"length": 17, "window": 5},
     {"length": 17, "window": 1},
     {"length": 8},
+    {"length": 331, "window": 70},
+    {"length": 331, "window": 3, "documents": [[0] * 100 + [1] * 231]},
 ]
 
 
@@ -66,6 +68,7 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
         {"length": 16, "window": None, "documents": CROSSING},
         {"length": 15, "window": 3, "documents": None},
         {"length": 15, "window": 1, "documents": None},
+        {"length": 1024, "window": 5, "documents": None},
     ]
     found = run_ranks(f"{OURS}:work", 2, {"cases": cases})
     for number, case in enumerate(cases):
@@ -88,12 +91,19 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
                 assert sent == 2 * 2 * 3 * 8 * (2 * positions[0] + positions[1])
     assert [rank[1][0] for rank in found] == [[2, 20, 32, 0]] * 2  # two triangles a rank
     assert [rank[4][0][3] for rank in found] == [0, 0]
+    for _, seen, computed, _ in (rank[5][0] for rank in found):
+        assert computed < 16 * seen, "bands as wide as the window, not whole blocks"
 
 
 def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
     for rank in run_ranks(f"{OURS}:resident", 4, {"length": 1 << 16}):
         assert rank["one"] == 2 * (1 << 14) * 2 * 4 * 4
         assert rank["one"] <= rank["most"] <= 2 * rank["one"]
+
+
+def test_a_block_keeps_what_is_counted(run_ranks: Run) -> None:
+    for rank in run_ranks(f"{OURS}:kept", 2, {"length": 12}):
+        assert [saved for saved, _ in rank] == [counted for _, counted in rank]
 
 
 def test_scores_are_held_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from interlace.plan import context as plan
 from interlace.plan.context import Range
 
-SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}  # of a tile that are in memory at a time
+SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of a tile that are in memory at a time
+BAND = 64  # queries that a window's tiles have at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,11 @@ class Tiling:
         if q0 >= q1 or k0 >= k1:
             return
         narrow = self.window is not None and q1 - 1 - k0 >= self.window
-        if not narrow and k1 - 1 <= q0:
+        step = max(self.window or 0, BAND)
+        if narrow and q1 - q0 > step:  # in bands, each of which leaves out the keys that none of it sees
+            for start in range(q0, q1, step):
+                yield from self._of_run(rows, (start, min(start + step, q1)), (k0, k1))
+        elif not narrow and k1 - 1 <= q0:
             yield Tile(rows, (q0, q1), (k0, k1), "full")
         elif not narrow and (q0, q1) == (k0, k1):
             yield Tile(rows, (q0, q1), (k0, k1), "causal")

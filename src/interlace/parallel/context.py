@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ class SequenceAxis:
         cut = plan.pieces(self.length, self.group.size)
         held = plan.places(self.group.size, self.group.rank if rank is None else rank)
         return torch.cat([torch.arange(*cut[place]) for place in held])
+
+    @cached_property
+    def all_columns(self) -> list[Tensor]:
+        """`columns` of every rank, on the device."""
+        return [self.columns(rank).to(self.group.device) for rank in range(self.group.size)]
 
     def counts(self) -> list[int]:
         """Positions that each rank holds."""
@@ -392,7 +398,7 @@ def deal(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range]) -> Te
     flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="deal heads").wait()
     made = x_BTHE.new_empty(batch, axis.length, own.stop - own.start, head_dim)
     for rank, part in enumerate(flat.split(arriving)):
-        made[:, axis.columns(rank).to(made.device)] = part.view(batch, counts[rank], -1, head_dim)
+        made[:, axis.all_columns[rank]] = part.view(batch, counts[rank], -1, head_dim)
     return made
 
 
@@ -400,7 +406,7 @@ def collect(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range], nu
     """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks."""
     group, counts = axis.group, axis.counts()
     batch, head_dim, here = x_BTHE.shape[0], x_BTHE.shape[3], counts[group.rank]
-    parts = [x_BTHE[:, axis.columns(rank).to(x_BTHE.device)].reshape(-1) for rank in range(group.size)]
+    parts = [x_BTHE[:, columns_T].reshape(-1) for columns_T in axis.all_columns]
     sizes = [part.numel() for part in parts]
     arriving = [batch * here * (high - low) * head_dim for low, high in ranges]
     flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="collect heads").wait()
