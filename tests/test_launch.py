@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -62,17 +63,18 @@ def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may go between opening and reading
         return False
 
 
 def children(pid: int) -> list[int]:
     """All living descendants of a process."""
     parents = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and alive(int(name)):
-            with open(f"/proc/{name}/stat") as file:
-                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{name}/stat") as file:
+            state, parent = file.read().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                parents[int(name)] = int(parent)
     found = [pid]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from clock import limit
 from interlace.config import SCHEDULES
 from interlace.errors import InterlaceError
 from interlace.plan.simulate import Costs, makespan, simulate
@@ -55,7 +56,7 @@ class Taken(Costs):
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
     """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 1 ms for each
-    transfer, and 3 for starting together; and no quicker than the table with the times that were asked for.
+    transfer, and 3 for starting together, more where the machine is busy; and no quicker than the table with the times that were asked for.
 
     What another load of the machine has slowed down is measured again, up to three times.
     """
@@ -70,7 +71,7 @@ def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) ->
             assert step >= makespan(simulate(table, Costs.even(table.stages, *seconds))), name
             taken = {text: time for rank in found for text, time in rank[number][1].items()}
             expected = makespan(simulate(table, Taken(taken)))
-            if step > 1.03 * expected + 0.003:
+            if step > expected + limit(0.03 * expected + 0.003):
                 left.append(jobs[number])
                 late.append(f"{name}: {step:.3f} s, {expected:.3f} s by its table")
         if not left:
