@@ -56,7 +56,8 @@ class Taken(Costs):
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
     """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 1 ms for each
-    transfer, and 3 for starting together, more where the machine is busy; and no quicker than the table with the times that were asked for.
+    transfer, and 3 for starting together, more where the machine is busy; and no quicker than the table with the times
+    that were asked for.
 
     What another load of the machine has slowed down is measured again, up to three times.
     """
