@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from interlace.errors import ConfigError
 from interlace.symmetric import device
 from interlace.symmetric.interpreter import instructions
 from interlace.symmetric.record import HEAD, RECORD, Record, name_word, stream_record
@@ -63,7 +64,7 @@ def test_a_descriptor_store_is_awaited_in_full(tmp_path: Path, monkeypatch: pyte
 def test_ptx_without_a_model_is_refused() -> None:
     assert instructions("fence.proxy.async; mov.u32 $0, 0;") == ["fence.proxy.async"]
     assert instructions("mov.u64 $0, %globaltimer;") == ["mov.u64 $0, %globaltimer"]
-    with pytest.raises(NotImplementedError, match=r"inline PTX \"multimem.red .*\" has no model"):
+    with pytest.raises(ConfigError, match=r"inline PTX \"multimem.red .*\" has no model"):
         instructions("multimem.red [$1], $2")
 
 

@@ -27,6 +27,8 @@ from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
+from interlace.errors import ConfigError
+
 MODELLED = re.compile(
     r"mov\.u64 \$0, %globaltimer|nanosleep\.u32|cp\.async\.bulk\.wait_group 0|fence\.proxy\.async"
     r"|(?:fence\.(?:acq_rel|sc)|membar)\.(?:cta|gpu|gl|sys)"
@@ -52,7 +54,7 @@ def instructions(asm: str) -> list[str]:
         if match:
             found.append(match[0])
         elif not HARMLESS.match(line):
-            raise NotImplementedError(
+            raise ConfigError(
                 f'inline PTX "{line}" has no model on the host; use the primitives of interlace.symmetric.device, or '
                 "keep it out of kernels that run in the interpreter."
             )
