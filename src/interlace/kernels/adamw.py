@@ -8,7 +8,7 @@
     main   <- main - lr / (1 - beta1^t) * first / (sqrt(second / (1 - beta2^t)) + eps)
 
 Quicker than torch's fused kernel and what stands around it: 30 bytes an element are read and written, where scaled
-gradients that are written back and the cast in a pass of its own make 42.  That matters although nothing waits for it:
+gradients that are written back and the cast in a pass of its own make 38.  That matters although nothing waits for it:
 it runs beside the products of the next forward pass, which get the less of the memory the more it needs.
 
 Tried and dropped: 32 programs in place of as many as there are blocks, to leave multiprocessors to those products.  The
