@@ -8,13 +8,19 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.errors import CheckpointError, DataError
+import interlace
+from interlace.collectives import all_reduce
+from interlace.collectives.groups import make_groups
+from interlace.errors import CheckpointError, DataError, InterlaceError
 from interlace.launch import World, join, leave
+from interlace.mesh import Mesh
+from interlace.symmetric import SymmetricHeap
 
 
 def total(world: World, start: int = 0) -> dict[str, Any]:
@@ -154,3 +160,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def left(world: World) -> dict[str, Any]:
+    """The threads of a rank that has left while it still holds a model and a heap, and what its group says then."""
+    model = interlace.parallelize(torch.nn.Linear(3, 3))
+    heap = SymmetricHeap(1 << 12)
+    group = make_groups(Mesh((("dp", world.size),)), world.rank, torch.device("cpu"), 30)["dp"]
+    model(torch.ones(1, 3)).sum().backward()
+    leave()
+    threads = [Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task")]
+    try:
+        all_reduce(torch.ones(1), group)
+    except InterlaceError as error:
+        said = error.message
+    return {"gloo": [name for name in threads if "gloo" in name], "said": said, "rank": heap.rank}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ def test_join_by_environment(tmp_path: Path) -> None:
         assert "error" not in report
         assert report["result"]["sum"] == 1.0
         assert {*report["listening"]} == {"0100007F"}
+
+
+@pytest.mark.ranks
+def test_leaving_ends_the_threads_of_groups_that_are_still_held(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, report in enumerate(run_ranks(f"{FUNCTIONS}:left", 2)):
+        said = "the process group of axis dp is gone: this process has left its world"
+        assert report == {"gloo": [], "said": said, "rank": rank}
 
 
 @pytest.mark.ranks

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # imported later, its defaults would keep the group of the world alive
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed's, but typed
 
 from interlace.errors import ConfigError, Hang, InterlaceError, PeerLost, ResourceError, nearest
@@ -233,7 +234,7 @@ def join(timeout: float, device: str = "auto") -> World:
 
 
 def leave() -> None:
-    """Leave the process group quietly, whatever state it is in."""
+    """Leave the process group quietly, whatever state it is in; its threads end here, for no `Group` keeps it."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

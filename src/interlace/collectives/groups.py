@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,28 +11,47 @@ import torch
 import torch.distributed as dist
 
 from interlace.collectives.handle import FOLDED, Meter
+from interlace.errors import InterlaceError
 from interlace.mesh import Mesh
 
 
-@dataclass(frozen=True, eq=False)
 class Group:
     """The ranks along one axis through this rank.
 
     `ranks` in axis order, `rank` this rank's place among them.  `process_group` is None for a group of one, for which
     every collective is the identity.  `stream` is the side stream transfers run on (None on a CPU).
+
+    PyTorch alone keeps the process group alive, so that leaving the world ends its threads whoever still holds this
+    object: gloo's would otherwise give back tensors while the interpreter ends, which aborts the process
+    (pytorch/pytorch#190489).
     """
 
-    axis: str
-    ranks: tuple[int, ...]
-    rank: int
-    device: torch.device
-    meter: Meter
-    process_group: dist.ProcessGroup | None = None
-    stream: torch.cuda.Stream | None = None
+    def __init__(
+        self,
+        axis: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        device: torch.device,
+        meter: Meter,
+        process_group: dist.ProcessGroup | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.axis, self.ranks, self.rank = axis, ranks, rank
+        self.device, self.meter, self.stream = device, meter, stream
+        self._process_group = None if process_group is None else weakref.ref(process_group)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        if self._process_group is None:
+            return None
+        found = self._process_group()
+        if found is None:
+            raise InterlaceError(f"the process group of axis {self.axis} is gone: this process has left its world")
+        return found
 
 
 @dataclass(frozen=True, eq=False)

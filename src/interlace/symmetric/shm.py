@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -74,9 +75,11 @@ class Shm(Fabric):
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup | None) -> None:
         alone = group is None and not dist.is_initialized()
-        self._group = None if alone else (group or dist.group.WORLD)
-        self.rank = 0 if alone else dist.get_rank(self._group)
-        self.size = 1 if alone else dist.get_world_size(self._group)
+        group = None if alone else (group or dist.group.WORLD)
+        # Weakly: whoever leaves the world ends the group's threads, though this heap may live on.
+        self._group = None if group is None else weakref.ref(group)
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
         self.device = torch.device("cpu")
         self._streams: dict[str, Stream] = {}
         self._current = ""
@@ -114,7 +117,7 @@ class Shm(Fabric):
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         found = [torch.zeros_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._group)
+        dist.all_gather(found, mine, group=self._group())
         return [theirs.tolist() for theirs in found]
 
     def synchronize(self) -> None:
