@@ -1,7 +1,8 @@
-"""Attention over the context axis, forward and backward, beside the ideal and PyTorch's context parallelism.
+"""Attention over the context axis, forward and backward, beside the ideal and other libraries' context parallelism.
 
     torchrun --nproc-per-node N benchmarks/context_parallel.py [--lengths 4096,8192,...] [--heads 32/8x128]
-        [--variants ring,gather,ulysses,torch-alltoall,torch-allgather] [--documents] [--rounds 9] [--out FILE]
+        [--variants ring,gather,ulysses,torch-alltoall,torch-allgather,ringmaster-zigzag,ringmaster-ulysses]
+        [--documents] [--rounds 9] [--out FILE]
 
 One sequence of each length, N ranks.  The ideal is 1/N of what one device takes for the whole, by the quickest of
 PyTorch's kernels (flash and cuDNN on a GPU; with --documents flash over runs): no transfer, no uneven work.  Shown are
@@ -163,6 +164,15 @@ def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]
 
                 mesh = init_device_mesh(device.type, (group.size,), mesh_dim_names=("cp",))
                 runs[name] = stack.enter_context(peer.attention(mesh, *tensors, name.partition("-")[2]))
+                continue
+            if name.startswith("ringmaster"):
+                if options.documents or (device.type != "cuda" and "ulysses" not in name):
+                    continue  # packed documents are a dense mask there; its ring needs flash on CUDA
+                import peers.ringmaster as ringmaster
+
+                runs[name], left, at = ringmaster.attention(name.partition("-")[2], tensors)
+                runs[name]()
+                check(name, left, expected, at)
                 continue
             axis = SequenceAxis(group, length, name)
             runs[name], left = split(axis, whole, tensors)

@@ -1,7 +1,8 @@
 """One training step over the tensor axis, beside PyTorch's tensor parallelism: ms, waiting, peak memory.
 
     torchrun --nproc-per-node N benchmarks/tensor_parallel.py [--model 1.2b] [--variants ours,ours-serial,torch,...]
-        [--sequences 4] [--length 4096] [--rounds 7] [--steps 3] [--alone] [--profile ours,torch] [--out FILE]
+        [--sequences 4] [--length 4096] [--rounds 7] [--steps 3] [--alone] [--profile ours,torch]
+        [--set model.KEY=VALUE] [--out FILE]
 
 All variants hold the same model and take the same random tokens, `--sequences` x `--length` on all ranks together; they
 run in turn, `--steps` steps each, `--rounds` times, and the median round counts.  `--alone` builds, times and drops one
@@ -13,6 +14,7 @@ Variants, with the suffix -eager without compilation of the blocks:
     ours-whole      without sequence parallel (sequence=off)
     torch           DTensor plans, sequence parallel, loss_parallel (peers/torch_tensor.py)
     torch-async     the same with async-TP (needs compilation and GPUs)
+    megatron        megatron-core with sequence parallel, where it is installed (peers/megatron.py)
 
 "waited" is the time in which ours stood still for a transfer, a step, on the rank that waited most.
 """
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
+import peers.megatron as megatron
 import peers.torch_tensor as native
 from data_parallel import CLIP, SEED, Variant, allocated, decoder, profile, random_batch, reference, timed, wait
 
@@ -80,6 +83,8 @@ def peer(name: str, cfg: ModelConfig, device: torch.device, ranks: int) -> Varia
     compiled = "-eager" not in name
     plain = decoder(cfg, device, compiled=False)
     initialise(plain, cfg, SEED)
+    if name == "megatron":
+        return Variant(name, megatron.tensor(plain, device, ranks, cfg.max_positions, CLIP))
     decays = {parameter.name: parameter.decay for parameter in spec.parameters(cfg)}
     model = native.tensor(plain, device, ranks, compiled, "-async" in name)
     named = dict(model.named_parameters())
@@ -140,6 +145,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--profile", default="")
     parser.add_argument("--no-reference", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="model.KEY=VALUE")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -151,7 +157,7 @@ def main() -> None:
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo", timeout=limit)
-    overrides = [f"model.max_positions={max(given.length, 2048)}"]
+    overrides = [f"model.max_positions={max(given.length, 2048)}", *given.set]
     cfg = load(None, overrides, preset=given.model).model_config()
     groups = make_groups(Mesh((("tp", ranks), ("dp", 1))), rank, device, 90, Meter())
     batch = random_batch(cfg, given.sequences, given.length, 0)
