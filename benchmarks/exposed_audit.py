@@ -9,7 +9,9 @@ updates stay).  A rank's reported waiting must equal the difference of its two t
     off         overlap=off, each transfer waited for at once
     one stream  every transfer on the compute stream itself
 
-`recording` is the same step without the meter's records: what reporting costs.
+`recording` is the same step without the meter's records: what reporting costs.  `stood` is all the compute stream
+waited for, own work on the side stream too; what is left of the step beyond the serialised form's, `slower than off`,
+is how much slower products run beside transfers and that work.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 import torch.distributed as dist
 from data_parallel import Variant, ours, random_batch, wait
 
-from interlace.collectives import Groups, Meter, Window, make_groups, ops, ordered
+from interlace.collectives import Group, Groups, Meter, Window, make_groups, ops, ordered
 from interlace.collectives.handle import between, now
 from interlace.config import load
 from interlace.mesh import Mesh
@@ -67,7 +69,10 @@ def on_compute_stream(groups: Groups) -> Groups:
     """The same groups, whose side stream is the compute stream."""
     device = groups["dp"].device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    by_axis = {axis: dataclasses.replace(groups[axis], stream=stream) for axis in groups.by_axis}
+    by_axis = {
+        group.axis: Group(group.axis, group.ranks, group.rank, device, group.meter, group.process_group, stream)
+        for group in groups
+    }
     return dataclasses.replace(groups, by_axis=by_axis)
 
 
@@ -77,13 +82,13 @@ def variant(form: str, zero: str, cfg: ModelConfig, groups: Groups, device: torc
     return ours(f"ours-zero{zero}" + ("-off" if form == "off" else ""), cfg, groups, device)
 
 
-def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> tuple[float, float]:
-    """ms a step of this rank, and ms that it says it waited."""
+def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> tuple[float, float, float]:
+    """ms a step of this rank, ms that it says it waited, and ms its compute stream stood, for its own work too."""
     wait(device)
     dist.barrier()
     meter.cut()
     begin = now(device)
-    waited = 0.0
+    waited = stood = 0.0
     records = []
     for _ in range(steps):
         made.step(batch)
@@ -91,8 +96,10 @@ def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.dev
     end = now(device)
     wait(device)
     for record in records:
-        waited += sum(record.waited().values()) if record is not None else 0.0
-    return 1e3 * between(begin, end) / steps, 1e3 * waited / steps
+        if record is not None:
+            waited += sum(record.waited().values())
+            stood += sum(between(since, until) for *_, since, until in record.stalls)
+    return 1e3 * between(begin, end) / steps, 1e3 * waited / steps, 1e3 * stood / steps
 
 
 def main() -> None:
@@ -125,7 +132,7 @@ def main() -> None:
             made = variant(form, zero + ("-nccl" if given.transport == "library" else ""), cfg, groups, device)
             for _ in range(3):
                 made.step(batch)
-            found: dict[str, list[tuple[float, float]]] = {"with": [], "without": [], "unrecorded": []}
+            found: dict[str, list[tuple[float, float, float]]] = {"with": [], "without": [], "unrecorded": []}
             for _ in range(given.rounds):
                 found["with"].append(run(made, batch, given.steps, meter, device))
                 with left_out():
@@ -133,9 +140,9 @@ def main() -> None:
                 meter.record = False
                 found["unrecorded"].append(run(made, batch, given.steps, meter, device))
                 meter.record = True
-            step, waited = (statistics.median(column) for column in zip(*found["with"], strict=True))
-            bare, plain = (statistics.median(ms for ms, _ in found[key]) for key in ("without", "unrecorded"))
-            mine = torch.tensor([step, bare, waited, plain])
+            step, waited, stood = (statistics.median(column) for column in zip(*found["with"], strict=True))
+            bare, plain = (statistics.median(ms for ms, *_ in found[key]) for key in ("without", "unrecorded"))
+            mine = torch.tensor([step, bare, waited, stood, plain])
             everyone = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(everyone, mine)
             rows += [(f"zero{zero}", form, r, *figures.tolist()) for r, figures in enumerate(everyone)]
@@ -156,13 +163,16 @@ def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], ranks: int) ->
         f"{given.steps} steps, `{' '.join(sys.argv)}`",
         "",
         "| plan | form | rank | step ms | without transfers ms | difference | reported | off by, % of step "
-        "| step / without | recording costs % |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| step / without | recording costs % | stood | slower than off |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for plan, form, r, step, bare, waited, plain in rows:
+    alone = {(plan, r): step - stood for plan, form, r, step, _, _, stood, _ in rows if form == "off"}
+    for plan, form, r, step, bare, waited, stood, plain in rows:
+        slower = f"{step - stood - alone[plan, r]:+.2f}" if (plan, r) in alone else "-"
         lines.append(
             f"| {plan} | {form} | {r} | {step:.2f} | {bare:.2f} | {step - bare:.2f} | {waited:.2f} | "
-            f"{100 * (waited - (step - bare)) / step:+.2f} | {step / bare:.3f} | {100 * (step / plain - 1):+.2f} |"
+            f"{100 * (waited - (step - bare)) / step:+.2f} | {step / bare:.3f} | {100 * (step / plain - 1):+.2f} | "
+            f"{stood:.2f} | {slower} |"
         )
     text = "\n".join(lines)
     print(text, flush=True)
