@@ -5,7 +5,7 @@ gradient buffers and optimizer (bf16 weights, fp32 masters and gradients).  Its 
 Engine and Apex; here stand in their place PyTorch's flash attention, RMSNorm, fused AdamW and norms of many tensors,
 and its own compiled SwiGLU and cross-entropy.
 
-The package is needed at run time: `pip install --no-deps megatron-core==0.16.1`.  It wants
+The package is needed at run time: `pip install --no-deps megatron-core==0.19.2`.  It wants
 CUDA_DEVICE_MAX_CONNECTIONS=1, which slows the others: measure it in a run of its own, `--variants megatron`.
 """
 
