@@ -35,6 +35,19 @@ def test_slices_are_what_their_layouts_say(tp: int) -> None:
                 assert all(border % cfg.head_dim == 0 for border in sliced.bounds)
 
 
+def test_key_value_heads_that_do_not_come_out_even_are_whole_on_every_rank() -> None:
+    heads = ("model.num_heads=12", "model.num_kv_heads=6", "model.head_dim=4")
+    cfg = config("dp=1", *heads).model_config()
+    table = {p.name: p for p in spec.parameters(cfg)}
+    for name in ("k", "v"):
+        sliced = tensor.slices(table[f"blocks.0.attention.{name}.weight"], 4)
+        assert (sliced.dims, sliced.copies, sliced.bound(3)) == ("N D", 4, (0, 24))
+        assert tensor.kind(table[f"blocks.0.attention.{name}.weight"], 4, False) == (4, False)
+    assert [tensor.local_heads(cfg, tp) for tp in (3, 4, 12)] == [(4, 2), (3, 3), (1, 1)]
+    assert [tensor.reads(12, 6, 4, rank) for rank in range(4)] == [[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]]
+    assert [tensor.reads(12, 6, tp, 1) for tp in (3, 12)] == [None, None]
+
+
 def test_heads_that_do_not_come_out_even_are_refused() -> None:
     with pytest.raises(PlanError, match=r"^k has 3 heads for tp=4; use a divisor or a multiple of 3\.$"):
         tensor.slicing((24, 5), "N D", 0, 4, chunk=8, name="k")

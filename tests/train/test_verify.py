@@ -152,6 +152,8 @@ TENSOR = {
     "tp=2 dp=2 zero=1 overlap=off": FEATURES["experts"],
     "tp=2 dp=2 zero=0 sequence=off": FEATURES["experts"],
     "tp=2 dp=2 shard=0 zero=3 sequence=off": ["model.dropout=0.1", "model.attention_dropout=0.1"],
+    "tp=2 dp=2 zero=3": ["model.num_heads=6", "model.num_kv_heads=3", "model.qk_norm=true", *BIASES],  # 3 over 2
+    "tp=2 cp=2 zero=1": ["model.num_heads=6", "model.num_kv_heads=3", "model.attention_dropout=0.1", *UNEVEN],
 }  # fmt: skip
 
 

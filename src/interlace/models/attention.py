@@ -18,6 +18,7 @@ import functools
 import importlib
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -230,6 +231,7 @@ class Attention(nn.Module):
         self.core = AttentionCore(cfg.window(layer), cfg.attention_dropout, f"blocks.{layer}.attention.core")
         self.out = Linear(width, cfg.hidden_size, bias=cfg.out_bias, **new)
         self.project = SharedInput()
+        self.reads: list[int] | None = None  # the kv head of each query head, where they are not an even share
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         batch = len(context.samples_B)
@@ -240,5 +242,13 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE, k_BTKE = rotate(q_BTHE, context.rotary), rotate(k_BTKE, context.rotary)
+        if self.reads is not None:
+            k_BTKE, v_BTKE = (_as_read(made, self.reads) for made in (k_BTKE, v_BTKE))
         out_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, context)
         return self.out(out_BTHE.flatten(2))
+
+
+def _as_read(x_BTKE: Tensor, heads: Sequence[int]) -> Tensor:
+    """A key or value head for each query head, [B T H E]; gradients add up in the order of heads."""
+    own = x_BTKE.unbind(2)
+    return torch.stack([own[head] for head in heads], dim=2)

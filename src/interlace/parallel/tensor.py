@@ -37,7 +37,7 @@ from interlace.kernels.matmul_scatter import matmul_reduce, matmul_scatter
 from interlace.layout import split
 from interlace.parallel.part import Part, replace_parameters
 from interlace.parallel.vocabulary import vocabulary_loss
-from interlace.plan.tensor import is_alike, slices
+from interlace.plan.tensor import is_alike, reads, slices
 from interlace.spec import Parameter, Role
 
 
@@ -78,6 +78,7 @@ def split_decoder(
         owed = holders(sliced.copies) if sliced.copies > 1 else None
         parts[parameter.name] = Part(sliced, group, owed, is_alike(parameter, axis.sequence))
     replace_parameters(decoder, parts)
+    heads = {parameter.name: parameter.shape[0] // parameter.chunk for parameter in parameters}
     for parameter in parameters:
         owner = parameter.name.rpartition(".")[0]
         parent, _, name = owner.rpartition(".")
@@ -91,6 +92,8 @@ def split_decoder(
         if parameter.name.endswith(".q.weight"):
             core: Any = above.core
             core.first_head = parts[parameter.name].bound[0] // parameter.chunk
+            attention: Any = above
+            attention.reads = reads(heads[parameter.name], heads[f"{parent}.k.weight"], group.size, group.rank)
         if parameter.role is Role.VOCAB and (owner == "embedding" or parameter.tied_to):
             decoder.embedding = VocabularyEmbedding(decoder.get_submodule("embedding"), axis, parts[parameter.name])
         if parameter.role is Role.VOCAB and (owner == "head.output" or parameter.tied_to):

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import split
+from interlace.plan.tensor import local_heads
 from interlace.spec import units
 
 Range = tuple[int, int]
@@ -101,11 +102,6 @@ def heads_of(num_heads: int, kv_heads: int, ways: int, rank: int) -> tuple[Range
     own, shared = num_heads // ways, num_heads // kv_heads
     first = rank * own
     return (first, first + own), (first // shared, (first + own - 1) // shared + 1)
-
-
-def local_heads(cfg: ModelConfig, tp: int) -> Range:
-    """Query heads, and key and value heads, of one rank of the tensor axis."""
-    return cfg.num_heads // tp, max(1, cfg.num_kv_heads // tp)
 
 
 def choose(config: Config, plan: ParallelPlan) -> str:

@@ -14,10 +14,11 @@ from itertools import product
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
-from interlace.plan.context import EXCHANGES, local_heads, splits_heads
+from interlace.plan.context import EXCHANGES, splits_heads
 from interlace.plan.memory import estimate, gib, micro_batching
 from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
+from interlace.plan.tensor import local_heads
 from interlace.schedule import FORMS, read_csv, validate
 
 RECOMPUTE = ("none", "selective", "full")
@@ -186,11 +187,6 @@ def _divides_model(
         return (
             f"asks for tp={plan.tp}, which does not divide the model's {cfg.num_heads} heads (tp is {_legal_tp(cfg)})"
         )
-    if not _serves_kv_heads(cfg, plan.tp):
-        return (
-            f"asks for tp={plan.tp}, which neither divides the model's {cfg.num_kv_heads} kv heads nor is a multiple "
-            f"(tp is {_legal_tp(cfg)})"
-        )
     if reason := _pipeline(config, cfg, plan):
         return reason
     if plan.cp > 1 and config.data.sequence_length < 2 * plan.cp:
@@ -240,13 +236,9 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
     return None
 
 
-def _serves_kv_heads(cfg: ModelConfig, tp: int) -> bool:
-    return cfg.num_kv_heads % tp == 0 or tp % cfg.num_kv_heads == 0
-
-
 def _legal_tp(cfg: ModelConfig) -> str:
     """The sizes of the tensor axis that heads allow, in words."""
-    sizes = [n for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0 and _serves_kv_heads(cfg, n)]
+    sizes = [n for n in range(1, cfg.num_heads + 1) if cfg.num_heads % n == 0]
     return " or ".join(filter(None, [", ".join(map(str, sizes[:-1])), str(sizes[-1])]))
 
 

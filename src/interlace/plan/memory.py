@@ -33,9 +33,9 @@ from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import zero as engine
-from interlace.plan.context import as_data, choose, local_heads
+from interlace.plan.context import as_data, choose
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
-from interlace.plan.tensor import slices
+from interlace.plan.tensor import local_heads, slices
 from interlace.schedule import generate, read_csv, validate
 from interlace.spec import Parameter, Role, parameters, units
 
@@ -378,10 +378,11 @@ def block_activations(
 
 def _of_one_rank(cfg: ModelConfig, tp: int) -> ModelConfig:
     """The heads and inner features of the rank that has most."""
+    num_heads, num_kv_heads = local_heads(cfg, tp)
     return replace(
         cfg,
-        num_heads=cfg.num_heads // tp,
-        num_kv_heads=max(1, cfg.num_kv_heads // tp),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         ffn_size=math.ceil(cfg.ffn_size / tp),
         expert_ffn_size=math.ceil(cfg.expert_ffn_size / tp),
     )

@@ -80,9 +80,32 @@ def slicing(
 
 @lru_cache(maxsize=1 << 16)
 def slices(parameter: Parameter, ways: int) -> Slicing:
-    """How the tensor axis slices a parameter of a decoder."""
+    """How the tensor axis slices a parameter of a decoder.
+
+    Key and value heads that neither divide over the ranks nor repeat evenly are whole on each; see `reads`.
+    """
     dim = split_dimension(parameter.role, parameter.dims)
+    if dim is not None and parameter.chunk > 1 and not _comes_out_even(parameter.shape[dim] // parameter.chunk, ways):
+        dim = None
     return slicing(parameter.shape, parameter.dims, dim, ways, parameter.chunk, name=parameter.name)
+
+
+def local_heads(cfg: ModelConfig, ways: int) -> tuple[int, int]:
+    """Query heads, and key and value heads, that attention of one rank reads."""
+    own = cfg.num_heads // ways
+    return own, max(1, cfg.num_kv_heads // ways) if _comes_out_even(cfg.num_kv_heads, ways) else own
+
+
+def reads(num_heads: int, kv_heads: int, ways: int, rank: int) -> list[int] | None:
+    """Where every rank holds all key and value heads: the one that each of `rank`'s query heads reads."""
+    if _comes_out_even(kv_heads, ways):
+        return None
+    own, shared = num_heads // ways, num_heads // kv_heads
+    return [head // shared for head in range(rank * own, (rank + 1) * own)]
+
+
+def _comes_out_even(heads: int, ways: int) -> bool:
+    return heads % ways == 0 or ways % heads == 0
 
 
 def holders(parameter: Parameter, ways: int) -> int:
