@@ -79,6 +79,16 @@ class Balance(nn.Module):
         return balance_loss(load_BX, mass_BX, length, k)
 
 
+class Dispatch(nn.Module):
+    """`mix`: rows x_ND, their weights_Nk and experts_Nk, and the three weights, all of every expert -> mixed_ND.
+    Replaced where the experts are elsewhere."""
+
+    def forward(
+        self, x_ND: Tensor, weights_Nk: Tensor, experts_Nk: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor
+    ) -> Tensor:
+        return mix(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF)
+
+
 class MoE(nn.Module):
     """x_BTD -> x_BTD; hands its balance loss to the context when the configuration gives it a coefficient."""
 
@@ -96,6 +106,7 @@ class MoE(nn.Module):
         self.down = Stacked(X, D, F_, **new)
         self.balance = Balance()
         self.enter = Enter()
+        self.dispatch = Dispatch()
         self.leave = Leave()
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
@@ -107,7 +118,7 @@ class MoE(nn.Module):
             load_BX = load(experts_BTk, probabilities_BTX.shape[-1])
             mass_BX = probabilities_BTX.sum(dim=1)
             context.add_router_loss(self.layer, self.balance(load_BX, mass_BX, x_BTD.shape[1], self.k))
-        mixed_ND = mix(
+        mixed_ND = self.dispatch(
             x_BTD.flatten(0, 1),
             weights_BTk.flatten(0, 1),
             experts_BTk.flatten(0, 1),
