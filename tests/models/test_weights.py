@@ -79,7 +79,12 @@ KINDS = {
     ),
     "qwen2_moe": (
         "qwen2_moe",
-        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
     ),
     "dots1": ("dots1", DOTS1),
     "dots1, groups": (

@@ -414,7 +414,7 @@ def _experts_bytes(cfg: ModelConfig, compute: int, tp: int) -> int:
 
 
 def _shared_bytes(cfg: ModelConfig, compute: int, gathered: bool) -> tuple[int, int]:
-    """Per row of the residual stream, and per token, beside chosen experts: what router and shared expert read and make.
+    """What router and shared expert keep: per row of the residual stream, and per token.
 
     gathered: the shared expert reads the rows of all ranks.
     """
