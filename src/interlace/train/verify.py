@@ -38,6 +38,8 @@ from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
+from interlace.plan.context import pieces, places
+from interlace.plan.expert import Visits
 from interlace.plan.share import share
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
@@ -161,7 +163,8 @@ def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str
             for rank, found in enumerate(ranks)
             if found["digests"][what] != ranks[rank // size * size]["digests"][what]
         ]
-    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone)]
+    visits = _visits(cfg, folder, alone["batch"]) if cfg.plan.ep > 1 else None
+    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone, visits)]
     return Report(cfg.plan, len(alone["losses"]), tuple(differences), tuple(accounts))
 
 
@@ -266,6 +269,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         lr=cfg.train.learning_rate,
     )
     losses, batch, documents = [], 0, None
+    chosen = _record_choices(decoder)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     for step in range(steps):
         world.status(step=step, operation="reference step")
@@ -273,6 +277,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         slices = [dataset.sequences(cursor.epoch, indices[i : i + SLICE]) for i in range(0, len(indices), SLICE)]
         labels = sum(int((part.labels_BT != IGNORED).sum()) for part in slices)
         loss = 0.0
+        chosen.clear()
         for part in slices:
             total, _ = decoder.loss(*part.to(world.device), dropout_key=sessions.dropout_key(cfg, step))
             (total / max(labels, 1)).backward()
@@ -282,6 +287,8 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             _write(folder, "gradient-reference", {n: p.grad for n, p in named.items() if p.grad is not None})
         if step == 1:
             batch = len(indices)
+            if model_cfg.num_experts:
+                _write(folder, "choices-reference", {name: torch.cat(parts) for name, parts in chosen.items()})
             if dataset.separate:
                 documents = _starts(dataset.sequences(cursor.epoch, indices).documents_BT)
         if cfg.train.clip > 0:
@@ -291,6 +298,17 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         cursor = dataset.advance(cursor, cfg.train.global_batch)
     _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()})
     return {"losses": losses, "batch": batch, "documents": documents}
+
+
+def _record_choices(decoder: Decoder) -> dict[str, list[torch.Tensor]]:
+    """Filled by every forward pass: of each layer, by number, the experts chosen: [tokens k], one tensor a pass."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for layer, block in enumerate(decoder.blocks):
+        if getattr(block, "moe", None) is not None:
+            block.moe.dispatch.register_forward_pre_hook(
+                lambda module, args, name=str(layer): found.setdefault(name, []).append(args[2])
+            )
+    return found
 
 
 def _starts(documents_BT: torch.Tensor) -> list[list[int]]:
@@ -455,8 +473,23 @@ def _relative(apart: float, scale: float) -> float:
     return apart / scale if scale > 0 else (0.0 if apart == 0 else math.inf)
 
 
-def _accounts(cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any]) -> Iterator[Account]:
-    expected = share(cfg, rank, alone["batch"], alone["documents"])
+def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
+    """How often the tokens of each sequence and place along cp chose each expert in the accounted step."""
+    num_experts, cut = cfg.model_config().num_experts, pieces(cfg.data.sequence_length, cfg.plan.cp)
+    visits = []
+    with safe_open(folder / "choices-reference", "pt") as file:
+        for layer in range(cfg.model_config().num_layers):
+            chosen_BTk = file.get_tensor(str(layer)).unflatten(0, (batch, -1))
+            own = [[cut[piece] for piece in places(cfg.plan.cp, at)] for at in range(cfg.plan.cp)]
+            each = [[torch.cat([row[a:b] for a, b in ranges]).flatten() for ranges in own] for row in chosen_BTk]
+            visits.append([[part.bincount(minlength=num_experts).tolist() for part in row] for row in each])
+    return visits
+
+
+def _accounts(
+    cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
+) -> Iterator[Account]:
+    expected = share(cfg, rank, alone["batch"], alone["documents"], visits)
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
