@@ -117,7 +117,7 @@ def neighbours(groups: Groups, axis: str, count: int, timeout: float, name: str 
 
 
 def strided(groups: Groups, axis: str, count: int, timeout: float) -> Group:
-    """The ranks at this one's place among their `count` neighbours along `axis`, as a group of the same axis and stream.
+    """The ranks that stand at this one's place among their `count` neighbours along `axis`, as `neighbours` gives them.
 
     Collective over the whole world; `count` divides the axis.
     """
@@ -136,7 +136,7 @@ def strided(groups: Groups, axis: str, count: int, timeout: float) -> Group:
 
 
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
-    """The axes of the mesh, and both parts of the data axis that hybrid sharding, or the expert axis, splits it into."""
+    """The axes of the mesh, and both parts of the data axis where hybrid sharding, or the expert axis, splits it."""
     yield from mesh.axes
     if mesh.size("shard") > 1 and mesh.size("replica") > 1:
         yield from ((axis, mesh.size(axis)) for axis in ("shard", "replica"))

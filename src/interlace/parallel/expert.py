@@ -83,11 +83,22 @@ class SplitDispatch(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
-        self, x_ND: Tensor, weights_Nk: Tensor, experts_Nk: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor
+        self,
+        x_ND: Tensor,
+        weights_Nk: Tensor,
+        experts_Nk: Tensor,
+        gate_XFD: Tensor,
+        up_XFD: Tensor,
+        down_XDF: Tensor,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
+        """meanwhile: work of the caller's that is called when the rows are on their way."""
         cut = [(len(x_ND) + 1) // 2, len(x_ND) // 2] if self.axis.halves else [len(x_ND)]
-        halves = [_Half(x, chosen, self.num_experts) for x, chosen in zip(x_ND.split(cut), experts_Nk.split(cut))]
+        pairs = zip(x_ND.split(cut), experts_Nk.split(cut), strict=True)
+        halves = [Rows.of(x, chosen, self.num_experts) for x, chosen in pairs]
         leaving = exchange(halves, self.axis)
+        if meanwhile is not None:
+            meanwhile()
         returning = []
         for moving, taken in leaving:
             rows_RD, order_R, counts_X = _by_expert(moving.rows(), taken)
@@ -95,44 +106,52 @@ class SplitDispatch(nn.Module):
             back_RD = made_RD.index_select(0, order_R.argsort())
             returning.append(Exchange(back_RD, self.axis.group, moving.taken, moving.given, "combine"))
         mixed = [
-            combine(moving.rows(), half.order_R, weights_Nk, x_ND.dtype)
+            combine(moving.rows(), half.order_R, weights_Nk).to(x_ND.dtype)
             for moving, half, weights_Nk in zip(returning, halves, weights_Nk.split(cut), strict=True)
         ]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 
 
-class _Half:
-    """Rows of tokens, each k times, sorted by expert: `rows_RD`, by the order `order_R`; `counts_X` of each expert."""
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of tokens, each k times, sorted by expert: `rows_RD`, by the order `order_R`; `counts_X` of each expert.
 
-    def __init__(self, x_ND: Tensor, experts_Nk: Tensor, num_experts: int) -> None:
+    Choices of no expert, whose number is X, stand last and are not counted: they stay at home.
+    """
+
+    rows_RD: Tensor
+    order_R: Tensor
+    counts_X: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, experts_Nk: Tensor, num_experts: int) -> Rows:
         chosen_R = experts_Nk.flatten()
-        self.order_R = chosen_R.argsort(stable=True)
-        self.counts_X = torch.bincount(chosen_R, minlength=num_experts)
-        self.rows_RD = x_ND.repeat_interleave(experts_Nk.shape[1], dim=0).index_select(0, self.order_R)
+        order_R = chosen_R.argsort(stable=True)
+        counts_X = torch.bincount(chosen_R, minlength=num_experts)[:num_experts]
+        return cls(x_ND.repeat_interleave(experts_Nk.shape[1], dim=0).index_select(0, order_R), order_R, counts_X)
 
 
-def exchange(halves: Sequence[_Half], axis: ExpertAxis) -> list[tuple[Exchange, Tensor]]:
+def exchange(halves: Sequence[Rows], axis: ExpertAxis) -> list[tuple[Exchange, Tensor]]:
     """Starts sending the rows of every half to the ranks of their experts, after one exchange of all numbers.
 
     Returns of each half its transfer, and how many rows of each own expert come from each rank, [ranks experts].
     """
     group, counts = axis.group, torch.stack([half.counts_X for half in halves])
-    bounds = axis.bounds(counts.shape[1])
-    own, num = bounds[group.rank], len(halves)
+    bounds, num = axis.bounds(counts.shape[1]), len(halves)
     given = [counts[:, start:stop] for start, stop in bounds]
     moving = all_to_all(
         torch.cat([part.reshape(-1) for part in given]),
         group,
         send_sizes=[part.numel() for part in given],
-        receive_sizes=[num * (own[1] - own[0])] * group.size,
+        receive_sizes=[given[group.rank].numel()] * group.size,
         name="numbers of rows",
     )
-    sent = torch.stack([part.sum(dim=1) for part in given]).t().tolist()
+    leaving = torch.stack([part.sum(dim=1) for part in given]).t().tolist()
     taken = moving.wait().view(group.size, num, -1).transpose(0, 1)
     arriving = taken.sum(dim=2).tolist()
     return [
-        (Exchange(half.rows_RD, group, sent[number], arriving[number], "dispatch"), taken[number])
-        for number, half in enumerate(halves)
+        (Exchange(half.rows_RD[: sum(there)], group, there, here, "dispatch"), each)
+        for half, there, here, each in zip(halves, leaving, arriving, taken, strict=True)
     ]
 
 
@@ -146,14 +165,18 @@ def _by_expert(rows_RD: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows_RD.index_select(0, order_R), order_R, taken.sum(dim=0)
 
 
-def combine(made_RD: Tensor, order_R: Tensor, weights_Nk: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sum of what its k experts made of each token, added in the order of its choices in fp32: [N D].
+def combine(made_RD: Tensor, order_R: Tensor, weights_Nk: Tensor) -> Tensor:
+    """The weighted sum of what its k experts made of each token, added in the order of its choices: fp32 [N D].
 
-    order_R: the order in which `made_RD` lies, of rows that stood token by token.
+    order_R: the order in which `made_RD` lies, of rows that stood token by token; those of no expert are left out at
+    its end, and add nothing.
     """
+    without = len(order_R) - len(made_RD)
+    if without:
+        made_RD = torch.cat([made_RD, made_RD.new_zeros(without, made_RD.shape[1])])
     made_NkD = made_RD.index_select(0, order_R.argsort()).unflatten(0, weights_Nk.shape)
     weighted_NkD = made_NkD * weights_Nk[..., None]
-    first, *rest = weighted_NkD.unbind(dim=1)
-    for part in rest:
-        first = first + part
-    return first.to(dtype)
+    total_ND: Tensor = weighted_NkD[:, 0]
+    for choice in range(1, weighted_NkD.shape[1]):
+        total_ND = total_ND + weighted_NkD[:, choice]
+    return total_ND

@@ -162,8 +162,8 @@ class Round:
 class Flat:
     """A run of parameters, its main weights, its place to be gathered in, and its gradients.
 
-    group: all ranks of the data axis that hold it.  inner: those that share one copy, neighbours; outer: those that hold the same
-    shard, None when `inner` are all.
+    group: all ranks of the data axis that hold it.  inner: those that share one copy, neighbours; outer: those that
+    hold the same shard, None when `inner` are all.
     """
 
     name: str

@@ -32,7 +32,7 @@ def inner(plan: ParallelPlan) -> int:
     plan: as the data axis's engine sees it.  Of `shard` neighbours every ep-th holds the same experts.  Where that is
     one alone, or does not come out even, experts are split over all of `edp`.
     """
-    return plan.shard // plan.ep if plan.shard % plan.ep == 0 and 1 < plan.shard // plan.ep else 0
+    return plan.shard // plan.ep if plan.shard % plan.ep == 0 and plan.shard // plan.ep > 1 else 0
 
 
 def as_data(plan: ParallelPlan) -> ParallelPlan:

@@ -303,10 +303,11 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
 def _record_choices(decoder: Decoder) -> dict[str, list[torch.Tensor]]:
     """Filled by every forward pass: of each layer, by number, the experts chosen: [tokens k], one tensor a pass."""
     found: dict[str, list[torch.Tensor]] = {}
-    for layer, block in enumerate(decoder.blocks):
-        if getattr(block, "moe", None) is not None:
-            block.moe.dispatch.register_forward_pre_hook(
-                lambda module, args, name=str(layer): found.setdefault(name, []).append(args[2])
+    for name, module in decoder.named_modules():
+        if name.endswith(".moe.dispatch"):
+            layer = name.split(".")[1]
+            module.register_forward_pre_hook(
+                lambda module, args, layer=layer: found.setdefault(layer, []).append(args[2])
             )
     return found
 
@@ -482,7 +483,9 @@ def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
             chosen_BTk = file.get_tensor(str(layer)).unflatten(0, (batch, -1))
             own = [[cut[piece] for piece in places(cfg.plan.cp, at)] for at in range(cfg.plan.cp)]
             each = [[torch.cat([row[a:b] for a, b in ranges]).flatten() for ranges in own] for row in chosen_BTk]
-            visits.append([[part.bincount(minlength=num_experts).tolist() for part in row] for row in each])
+            visits.append(
+                [[part.bincount(minlength=num_experts)[:num_experts].tolist() for part in row] for row in each]
+            )
     return visits
 
 
