@@ -85,8 +85,14 @@ def dispatch(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         group.meter.reset_counts()
         with watched(log):
             given = (mine[0], mine[1], choice, *own)
-            meanwhile = lambda log=log: log.append("meanwhile")  # noqa: E731
-            y = checkpoint(module, *given, use_reentrant=False) if case.get("recompute") else module(*given, meanwhile)
+
+            def run(*given: Tensor, module: SplitDispatch = module, log: list[str] = log) -> Tensor:
+                mixed = module(*given)
+                log.append("meanwhile")
+                made: Tensor = mixed()
+                return made
+
+            y = checkpoint(run, *given, use_reentrant=False) if case.get("recompute") else run(*given)
             (y * seeded(len(x), D, seed=300 + world.rank)).sum().backward()
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-9)
         for theirs, tensor in zip((x, weights), mine, strict=True):
@@ -140,7 +146,7 @@ def bf16(world: World, num_experts: int) -> None:
     choice = chosen("any", 9, 3, num_experts, world.rank)
     weights = seeded(9, 3, seed=7).float()
     own = [matrix[slice(*plan.held(num_experts, world.size, group.rank))] for matrix in matrices]
-    made = SplitDispatch(ExpertAxis(group, experts), num_experts)(x, weights, choice, *own)
+    made = SplitDispatch(ExpertAxis(group, experts), num_experts)(x, weights, choice, *own)()
     assert made.dtype == torch.bfloat16
     wide = mix(x.double(), weights.double(), choice, *[matrix.double() for matrix in matrices])
     assert (made.double() - wide).abs().max() < 0.02 * wide.abs().max()

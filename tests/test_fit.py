@@ -305,6 +305,17 @@ SMALL: dict[str, Any] = {
     "ffn_size": 40,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_ffn_size": 12, "experts_per_token": 2}
+DEEPSEEK: dict[str, Any] = {
+    "router_scores": "sigmoid",
+    "router_bias": True,
+    "router_groups": 2,
+    "router_top_groups": 1,
+    "router_scale": 2.5,
+    "router_fp32": True,
+    "router_aux_loss": 0.1,
+    "router_z_loss": 0.1,
+    "shared_ffn_size": 20,
+}
 
 
 def saved_bytes(
@@ -326,7 +337,7 @@ def saved_bytes(
     context = model.context((batch, length), torch.device("cpu"), documents_BT=numbers)
     for pattern in context.patterns.values():
         pattern.prepare(dtype, cfg.head_dim)
-    shared = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *context.rotary]}
+    shared = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), *context.rotary]}
     kept: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -355,8 +366,12 @@ def saved_bytes(
         {"attention_dropout": 0.1},
         EXPERTS,
         EXPERTS | {"norm_topk": False},
+        EXPERTS | {"router_aux_loss": 0.1, "router_z_loss": 0.1},
+        EXPERTS | {"router_fp32": True, "capacity_factor": 4.0},  # room for all
+        EXPERTS | {"shared_ffn_size": 20, "shared_gate": True},
+        EXPERTS | DEEPSEEK,
     ],
-    ids=lambda change: "-".join(change) or "plain",
+    ids=lambda change: "-".join(change)[:60] or "plain",
 )
 def test_a_block_keeps_what_is_counted(change: dict[str, Any], documents: bool, dtype: torch.dtype) -> None:
     cfg = ModelConfig(**(SMALL | change))

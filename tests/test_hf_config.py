@@ -162,7 +162,10 @@ def test_windows_of_qwen3() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "gpt2"}, 'model_type must be one of llama, qwen3, mixtral, qwen3_moe, found "gpt2"'),
+        (
+            {"model_type": "gpt2"},
+            'model_type must be one of llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, found "gpt2"',
+        ),
         ({"model_type": "qwen2"}, "nearest is qwen3"),
         ({"model_type": None}, "found null"),
         ({"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent, found "gelu"'),

@@ -1,4 +1,6 @@
-"""Hugging Face `config.json` <-> ModelConfig, for the model types llama, qwen3, mixtral and qwen3_moe.
+"""Hugging Face `config.json` <-> ModelConfig: llama, qwen3, mixtral, qwen2_moe, qwen3_moe and dots1.
+
+dots1 has the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on attention that this decoder does.
 
 What a configuration says and this decoder does not do is refused by name, never dropped: an unknown rotary type, a
 key inside the rotary table that changes its meaning, quantised weights, layers of mixed kind.  Absent keys take the
@@ -15,12 +17,15 @@ from typing import Any
 from interlace.errors import ConfigError, nearest
 from interlace.model_config import ModelConfig, RopeScaling
 
-MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen3_moe")
+MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # known, and refused for their attention
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
 }
 
 # Absent key -> value, where the model types differ from one another.
@@ -35,6 +40,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "qwen2_moe": {
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "dots1": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "moe_intermediate_size": 1408},
     "qwen3_moe": {
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
@@ -44,6 +59,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
+# Keys that change training alone, and that no config.json holds for every model type.
+TRAINING = ("dropout", "router_aux_loss", "router_z_loss", "router_bias_rate", "router_fp32", "capacity_factor")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _ROPE_KEYS = {
     "default": (),
@@ -89,6 +106,11 @@ def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} must hold a JSON object, found {type(config).__name__}")
     kind = config.get("model_type")
+    if kind in LATENT:
+        raise ConfigError(
+            f"{where}: model_type {kind} has latent attention (kv_lora_rank), which this decoder does not do; routers "
+            "like its own are read from model_type dots1"
+        )
     if kind not in MODEL_TYPES:
         near = nearest(str(kind), MODEL_TYPES)
         raise ConfigError(
@@ -97,7 +119,8 @@ def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfi
         )
     # null means absent, except for the window, where it means none
     given = _DEFAULTS[kind] | {k: value for k, value in config.items() if value is not None or k == "sliding_window"}
-    if missing := [key for key in _REQUIRED if key not in given]:
+    required = (*_REQUIRED, "n_routed_experts", "num_experts_per_tok") if kind == "dots1" else _REQUIRED
+    if missing := [key for key in required if key not in given]:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     _refuse(given, where)
     try:
@@ -114,6 +137,8 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
         ("partial_rotary_factor", (1, 1.0)),
         ("decoder_sparse_step", (1,)),
         ("mlp_only_layers", ([],)),
+        ("first_k_dense_replace", (0,)),
+        ("router_jitter_noise", (0, 0.0)),
         ("quantization_config", ({},)),
     ):
         if key in given and given[key] not in allowed:
@@ -138,15 +163,19 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         "attention_dropout": given.get("attention_dropout", 0.0),
         "init_std": given.get("initializer_range", 0.02),
     }
-    if kind != "mixtral":
+    if kind == "qwen2_moe":
+        dims["qkv_bias"] = given.get("qkv_bias", True)
+    elif kind != "mixtral":
         dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
     if kind == "llama":
         dims["mlp_bias"] = given.get("mlp_bias", False)
     else:
         dims |= _window(kind, given, where)
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("qwen3", "qwen3_moe", "dots1"):
         dims["qk_norm"] = True
-    if kind in ("mixtral", "qwen3_moe"):
+    if kind == "dots1":
+        dims |= _biased_experts(given)
+    elif kind not in ("llama", "qwen3"):
         dims |= _experts(kind, given)
     return dims | _rope(given, where)
 
@@ -163,7 +192,9 @@ def _head_dim(hidden: Any, heads: Any, where: str) -> int:
 def _experts(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     is_mixtral = kind == "mixtral"
     names = ("num_local_experts", "num_experts") if is_mixtral else ("num_experts", "num_local_experts")
-    return {
+    has_shared = kind == "qwen2_moe"
+    shared = {"shared_ffn_size": given["shared_expert_intermediate_size"], "shared_gate": True} if has_shared else {}
+    return shared | {
         # both names occur for both types, and only the first has a default: a second one was written down
         "num_experts": given[names[1]] if names[1] in given else given[names[0]],
         "experts_per_token": given["num_experts_per_tok"],
@@ -173,16 +204,36 @@ def _experts(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _biased_experts(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Experts behind the router of DeepSeek-V3."""
+    return {
+        "num_experts": given["n_routed_experts"],
+        "experts_per_token": given["num_experts_per_tok"],
+        "expert_ffn_size": given["moe_intermediate_size"],
+        "norm_topk": given.get("norm_topk_prob", False),
+        "router_scores": "sigmoid",
+        "router_bias": True,
+        "router_groups": given.get("n_group", 1),
+        "router_top_groups": given.get("topk_group", 1),
+        "router_scale": given.get("routed_scaling_factor", 1.0),
+        "router_fp32": True,
+        "shared_ffn_size": given.get("n_shared_experts", 0) * given["moe_intermediate_size"],
+    }
+
+
 def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Sliding window: mixtral by its size alone, qwen3 types behind `use_sliding_window`, per layer in qwen3."""
-    is_on = kind == "mixtral" or given.get("use_sliding_window", False)
+    """Sliding window: mixtral by its size alone, qwen types behind `use_sliding_window`, per layer in qwen3 and dots1,
+    and by layer types alone in qwen2_moe."""
+    is_on = kind in ("mixtral", "dots1") or given.get("use_sliding_window", False)
     size = given.get("sliding_window", None if kind == "mixtral" else 4096) if is_on else None
     layers = given.get("layer_types")
     if layers is None:
         count = given["num_hidden_layers"]
-        if size is None or kind != "qwen3" or not isinstance(count, int):
+        if size is not None and kind == "qwen2_moe":
+            raise ConfigError(f"{where}: use_sliding_window of model_type qwen2_moe needs layer_types, found none")
+        if size is None or kind not in ("qwen3", "dots1") or not isinstance(count, int):
             return {"sliding_window": size}
-        first = given.get("max_window_layers", 28)
+        first = given.get("max_window_layers", 28 if kind == "qwen3" else 62)
         windowed = tuple(range(first, count))
     else:
         if bad := [name for name in layers if name not in ("full_attention", "sliding_attention")]:
@@ -237,8 +288,10 @@ def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
-    """The config.json of a model; `from_hf(to_hf(cfg)) == cfg` but for dropout of the residual stream, which no
-    exported weight depends on.  ConfigError when no Hugging Face model type computes the same."""
+    """The config.json of a model; `from_hf(to_hf(cfg)) == cfg` but for what no exported weight depends on (TRAINING).
+
+    ConfigError when no Hugging Face model type computes the same.
+    """
     kind = _model_type(cfg)
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[kind]],
@@ -262,19 +315,19 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind != "mixtral":
+    if kind not in ("mixtral", "qwen2_moe"):
         config["attention_bias"] = cfg.qkv_bias
     if kind == "llama":
         config["mlp_bias"] = cfg.mlp_bias
     if kind == "mixtral":
         config |= {"num_local_experts": cfg.num_experts, "sliding_window": cfg.sliding_window}
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("qwen3", "qwen2_moe", "qwen3_moe", "dots1"):
         config |= {"use_sliding_window": cfg.sliding_window is not None, "sliding_window": cfg.sliding_window}
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen2_moe", "dots1"):
         windowed = [cfg.window(layer) is not None for layer in range(cfg.num_layers)]
         config["max_window_layers"] = windowed.index(True) if any(windowed) else cfg.num_layers
         config["layer_types"] = ["sliding_attention" if on else "full_attention" for on in windowed]
-    if kind == "qwen3_moe":
+    if kind in ("qwen2_moe", "qwen3_moe"):
         config |= {
             "num_experts": cfg.num_experts,
             "moe_intermediate_size": cfg.expert_ffn_size,
@@ -282,7 +335,21 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
-    if cfg.num_experts:
+    if kind == "qwen2_moe":
+        config |= {"qkv_bias": cfg.qkv_bias, "shared_expert_intermediate_size": cfg.shared_ffn_size}
+    if kind == "dots1":
+        config |= {
+            "n_routed_experts": cfg.num_experts,
+            "num_experts_per_tok": cfg.experts_per_token,
+            "n_shared_experts": cfg.shared_ffn_size // cfg.expert_ffn_size,
+            "moe_intermediate_size": cfg.expert_ffn_size,
+            "norm_topk_prob": cfg.norm_topk,
+            "n_group": cfg.router_groups,
+            "topk_group": cfg.router_top_groups,
+            "routed_scaling_factor": cfg.router_scale,
+            "first_k_dense_replace": 0,
+        }
+    elif cfg.num_experts:
         config |= {
             "num_experts_per_tok": cfg.experts_per_token,
             "router_aux_loss_coef": cfg.router_aux_loss,
@@ -291,13 +358,41 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     return config
 
 
+def nearest_type(cfg: ModelConfig) -> str:
+    """The model type whose names the weights of `cfg` take."""
+    if not cfg.num_experts:
+        return "qwen3" if cfg.qk_norm else "llama"
+    if cfg.router_scores == "sigmoid" or cfg.router_bias or cfg.router_groups > 1:
+        return "dots1"
+    if cfg.shared_ffn_size:
+        return "qwen2_moe"
+    return "qwen3_moe" if cfg.qk_norm else "mixtral"
+
+
 def _model_type(cfg: ModelConfig) -> str:
     """The one model type that computes what `cfg` does, or the first reason why there is none."""
-    kind = ("qwen3_moe" if cfg.qk_norm else "mixtral") if cfg.num_experts else ("qwen3" if cfg.qk_norm else "llama")
-    reasons = (
+    kind = nearest_type(cfg)
+    size = cfg.expert_ffn_size
+    reasons: tuple[tuple[bool, str], ...] = (
+        (kind == "dots1" and not cfg.qk_norm, "qk_norm = False"),
+        (kind == "dots1" and cfg.router_scores != "sigmoid", f"router_scores = {cfg.router_scores}"),
+        (kind == "dots1" and not cfg.router_bias, "router_bias = False"),
+        (kind == "dots1" and cfg.num_experts < 2 * cfg.router_groups, f"router_groups = {cfg.router_groups}"),
+        (kind == "dots1" and cfg.shared_gate, "shared_gate = True"),
+        (
+            kind == "dots1" and (cfg.shared_ffn_size == 0 or cfg.shared_ffn_size % size > 0),
+            f"shared_ffn_size = {cfg.shared_ffn_size} with expert_ffn_size = {size}",
+        ),
+        (kind == "qwen2_moe" and not cfg.shared_gate, "shared_gate = False"),
+        (kind == "qwen2_moe" and cfg.qk_norm, "qk_norm = True with shared_gate = True"),
+        (kind == "qwen2_moe" and cfg.out_bias, "out_bias = True"),
+        (kind != "dots1" and cfg.router_scale != 1.0, f"router_scale = {cfg.router_scale:g}"),
         (cfg.norm != "rmsnorm", f"norm = {cfg.norm}"),
         (cfg.activation != "swiglu", f"activation = {cfg.activation}"),
-        (cfg.qkv_bias != cfg.out_bias, f"qkv_bias = {cfg.qkv_bias} with out_bias = {cfg.out_bias}"),
+        (
+            kind != "qwen2_moe" and cfg.qkv_bias != cfg.out_bias,
+            f"qkv_bias = {cfg.qkv_bias} with out_bias = {cfg.out_bias}",
+        ),
         (kind == "mixtral" and cfg.qkv_bias, "qkv_bias = True"),
         (kind == "mixtral" and not cfg.norm_topk, "norm_topk = False"),
         (kind != "llama" and cfg.mlp_bias, "mlp_bias = True"),

@@ -60,12 +60,34 @@ class RopeScaling(Section):
             )
 
 
+# Keys that a model without experts may not set.
+EXPERTS_ONLY = (
+    "router_z_loss",
+    "router_scores",
+    "router_bias",
+    "router_groups",
+    "router_top_groups",
+    "router_scale",
+    "router_fp32",
+    "capacity_factor",
+    "shared_ffn_size",
+    "shared_gate",
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
     `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
     every layer once `sliding_window` (positions seen, itself included) is set.
+
+    A router chooses by `router_scores` of its logits ("softmax" or "sigmoid"; `router_fp32`: a product in fp32), with
+    `router_bias` plus a bias that moves by `router_bias_rate` a step towards even loads, inside the best
+    `router_top_groups` of `router_groups` groups; `norm_topk` makes a token's weights sum to one, `router_scale`
+    multiplies them.  `router_aux_loss` and `router_z_loss` are coefficients.  `capacity_factor` > 0 drops, in training,
+    what an expert has no room for.  `shared_ffn_size` > 0 puts an MLP that every token visits beside the experts,
+    `shared_gate` a sigmoid gate on it.
     """
 
     _place: ClassVar[str] = "model"
@@ -97,6 +119,17 @@ class ModelConfig(Section):
     expert_ffn_size: Count = 0
     norm_topk: bool = True
     router_aux_loss: Amount = 0.0
+    router_z_loss: Amount = 0.0
+    router_scores: Annotated[str, OneOf(("softmax", "sigmoid"))] = "softmax"
+    router_bias: bool = False
+    router_bias_rate: Amount = 0.001
+    router_groups: Positive = 1
+    router_top_groups: Positive = 1
+    router_scale: Above0 = 1.0
+    router_fp32: bool = False
+    capacity_factor: Amount = 0.0
+    shared_ffn_size: Count = 0
+    shared_gate: bool = False
     init_std: Above0 = 0.02
 
     def __post_init__(self) -> None:
@@ -114,6 +147,9 @@ class ModelConfig(Section):
             )
         if self.num_experts:
             self._check_experts()
+            self._check_groups()
+        else:
+            self._check_dense()
         if self.window_layers is not None:
             self._check_windows(self.window_layers)
 
@@ -131,6 +167,38 @@ class ModelConfig(Section):
                 f'model.num_experts {self.num_experts} needs activation = "swiglu" and mlp_bias = false, found {found}'
             )
 
+        if self.shared_gate and not self.shared_ffn_size:
+            raise ConfigError("model.shared_gate needs model.shared_ffn_size of at least 1, found 0")
+
+    def _check_groups(self) -> None:
+        if self.num_experts % self.router_groups:
+            divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            raise ConfigError(
+                f"model.router_groups must divide num_experts {self.num_experts}, found {self.router_groups}: "
+                f"nearest is {closest(self.router_groups, divisors)}"
+            )
+        if self.router_top_groups > self.router_groups:
+            raise ConfigError(
+                f"model.router_top_groups must be at most router_groups {self.router_groups}, "
+                f"found {self.router_top_groups}"
+            )
+        size = self.num_experts // self.router_groups
+        if self.experts_per_token > self.router_top_groups * size:
+            raise ConfigError(
+                f"model.router_top_groups {self.router_top_groups} opens {self.router_top_groups * size} experts to a "
+                f"token, found experts_per_token {self.experts_per_token}: nearest is "
+                f"router_top_groups {-(-self.experts_per_token // size)}"
+            )
+
+    def _check_dense(self) -> None:
+        for key in EXPERTS_ONLY:
+            found = getattr(self, key)
+            if found != type(self).__dataclass_fields__[key].default:
+                text = (
+                    str(found).lower() if isinstance(found, bool) else f'"{found}"' if key == "router_scores" else found
+                )
+                raise ConfigError(f"model.{key} {text} needs model.num_experts of at least 1, found 0")
+
     def _check_windows(self, layers: tuple[int, ...]) -> None:
         if self.sliding_window is None:
             raise ConfigError("model.window_layers needs model.sliding_window, found none")
@@ -139,6 +207,11 @@ class ModelConfig(Section):
                 f"model.window_layers must be rising layer numbers below num_layers {self.num_layers}, "
                 f"found {list(layers)}"
             )
+
+    @property
+    def has_router_losses(self) -> bool:
+        """Whether routers add to the loss."""
+        return self.router_aux_loss > 0.0 or self.router_z_loss > 0.0
 
     def window(self, layer: int) -> int | None:
         """Positions that a query of this layer sees at most, itself included; None = all before it."""

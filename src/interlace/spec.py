@@ -11,7 +11,7 @@ length L (sequence length T without documents) and window w, with m = min(L, w):
     causal  4 H E (m - m^2 / 2L)  half of it where m = L: the triangle's area, its diagonal counted half
 
 so packed documents give 4 H E sum(L^2) / sum(L), and half of that.  A mixture of experts counts the experts that a
-token visits, and the router.
+token visits, the router, and the shared expert with its gate; what a limit of the experts' room drops still counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Role(StrEnum):
     VOCAB = "vocab"  # rows over the vocabulary: embedding and output head
     NORM = "norm"  # whole on every rank; used on split positions or heads, so its gradient is owed +tp
     BIAS = "bias"  # bias of a row-split product: whole, added once after the sum
-    ROUTER = "router"  # whole on every rank
+    ROUTER = "router"  # whole on every rank; also the gate of a shared expert
     EXPERT = "expert"  # stacked experts: first dimension over ep, F over tp
     REPLICATED = "replicated"  # whole on every rank, for roles given to a user's own module
     SPLIT = "split"  # of a user's module: all inside works on split heads or features, whole parameters see a part
@@ -124,6 +124,16 @@ def parameters(cfg: ModelConfig) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
+@functools.cache
+def buffers(cfg: ModelConfig) -> tuple[Parameter, ...]:
+    """The built model's `named_buffers()`, fp32, which no optimizer moves: the bias of every router that has one."""
+    units_of_layers = units(cfg)[1:-1] if cfg.num_experts and cfg.router_bias else ()
+    return tuple(
+        Parameter(f"{unit}.moe.bias", (cfg.num_experts,), Role.ROUTER, "X", unit, False, "zeros")
+        for unit in units_of_layers
+    )
+
+
 def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
     D, F, X, S = cfg.hidden_size, cfg.ffn_size, cfg.num_experts, cfg.expert_ffn_size
     N, M = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
@@ -146,10 +156,20 @@ def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
         for name in ("gate", "up"):
             yield from _matrix(f"{unit}.moe.{name}", (X, S, D), Role.EXPERT, "X F D", unit, std)
         yield from _matrix(f"{unit}.moe.down", (X, D, S), Role.EXPERT, "X D F", unit, residual_std)
+        if cfg.shared_ffn_size:
+            yield from _mlp(cfg, f"{unit}.moe.shared", cfg.shared_ffn_size, unit)
+        if cfg.shared_gate:
+            yield from _matrix(f"{unit}.moe.shared_gate", (1, D), Role.ROUTER, "one D", unit, std)
         return
+    yield from _mlp(cfg, f"{unit}.mlp", F, unit)
+
+
+def _mlp(cfg: ModelConfig, module: str, F: int, unit: str) -> Iterator[Parameter]:
+    D, std = cfg.hidden_size, cfg.init_std
+    residual_std = std / (2 * cfg.num_layers) ** 0.5
     for name in ("gate", "up") if cfg.activation == "swiglu" else ("up",):
-        yield from _matrix(f"{unit}.mlp.{name}", (F, D), Role.COLUMN, "F D", unit, std, cfg.mlp_bias)
-    yield from _matrix(f"{unit}.mlp.down", (D, F), Role.ROW, "D F", unit, residual_std, cfg.mlp_bias)
+        yield from _matrix(f"{module}.{name}", (F, D), Role.COLUMN, "F D", unit, std, cfg.mlp_bias)
+    yield from _matrix(f"{module}.down", (D, F), Role.ROW, "D F", unit, residual_std, cfg.mlp_bias)
 
 
 def _matrix(

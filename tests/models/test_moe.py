@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from interlace.config import ModelConfig
 from interlace.models.decoder import Decoder, initialise
-from interlace.models.moe import balance_loss, load, mix, route
+from interlace.models.moe import mix
+from interlace.models.router import Rule, balance_loss, load, route
 
 CFG = ModelConfig(
     vocab_size=29,
@@ -77,21 +78,21 @@ def test_idle_experts_get_zero_gradients():
 
 def test_route_picks_the_largest():
     logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0]]])
-    weights, experts, probabilities = route(logits, 2, normalise=True)
+    weights, experts, probabilities = route(logits, Rule(2))
     assert experts.tolist() == [[[1, 3]]]
     torch.testing.assert_close(weights, torch.tensor([3.0, 2.0]).softmax(0)[None, None])
     torch.testing.assert_close(probabilities, logits.softmax(-1))
-    assert route(logits.bfloat16(), 2, True)[0].dtype == torch.float32
+    assert route(logits.bfloat16(), Rule(2))[0].dtype == torch.float32
 
 
 def test_balance_loss_is_one_when_even_and_grows_with_the_tilt():
     even = torch.tensor([[0, 1], [2, 3], [1, 0], [3, 2]])[None]
     assert torch.equal(load(even, 4), torch.full((1, 4), 2.0))
-    assert balance_loss(load(even, 4), torch.ones(1, 4), 4, 2).tolist() == [1.0]
+    assert balance_loss(load(even, 4), torch.ones(1, 4), 2).tolist() == [1.0]
     tilted = torch.zeros(1, 4, 2, dtype=torch.long)
     tilted[..., 1] = 1
     mass = torch.tensor([[2.0, 2.0, 0.0, 0.0]])
-    assert balance_loss(load(tilted, 4), mass, 4, 2).tolist() == [2.0]
+    assert balance_loss(load(tilted, 4), mass, 2).tolist() == [2.0]
 
 
 def router_gradient(decoder, parts):
@@ -99,7 +100,7 @@ def router_gradient(decoder, parts):
     decoder.zero_grad()
     total, count = 0.0, 0
     for tokens, labels in parts:
-        context = decoder.context(tuple(tokens.shape), tokens.device)
+        context = decoder.context(tuple(tokens.shape), tokens.device, labels_BT=labels)
         decoder.hidden(tokens, context)
         counts_B = (labels != -100).sum(1)
         total = total + decoder.router_loss(context, counts_B)
@@ -129,9 +130,9 @@ def test_loss_adds_coefficient_times_balance_times_labels():
     tokens = torch.arange(12).view(2, 6)
     labels = tokens + 1
     labels[1, 2:] = -100
-    context = with_loss.context((2, 6), tokens.device)
+    context = with_loss.context((2, 6), tokens.device, labels_BT=labels)
     with_loss.hidden(tokens, context)
-    losses_B = torch.stack(context.take_router_losses()).sum(0)
+    losses_B = torch.stack([told.losses_2B[0] for told in context.take_routed().values()]).sum(0)
     assert len(losses_B) == 2
     expected = without.loss(tokens, labels)[0] + 0.1 * (losses_B[0] * 6 + losses_B[1] * 2)
     torch.testing.assert_close(with_loss.loss(tokens, labels)[0], expected, rtol=1e-6, atol=0)

@@ -40,6 +40,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DOTS1 = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "sliding_window": 5,
+    "max_window_layers": 1,
+}
 KINDS = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -68,6 +77,20 @@ KINDS = {
         "qwen3_moe",
         {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False},
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
+    "dots1": ("dots1", DOTS1),
+    "dots1, groups": (
+        "dots1",
+        DOTS1 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
 }
 
 
@@ -81,6 +104,9 @@ def theirs(name):
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             assert parameter.isfinite().all(), parameter_name
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer))  # enough to change what is chosen, and to be negative
     return model
 
 
@@ -98,8 +124,8 @@ def ours(folder):
 
 
 def fill(decoder, tensors):
-    """Copy every tensor into the parameter of its name; all parameters have to come."""
-    parameters = dict(decoder.named_parameters())
+    """Copy every tensor into the parameter or buffer of its name; all have to come."""
+    parameters = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
     with torch.no_grad():
         for name, tensor in tensors:
             parameters.pop(name).copy_(tensor)
@@ -135,7 +161,8 @@ def test_transformers_loads_a_saved_folder_with_equal_logits(name, sharded, tmp_
     save_theirs(theirs(name), tmp_path / "theirs")
     decoder = ours(tmp_path / "theirs")
     folder = tmp_path / "ours"
-    save_hf(folder, decoder.cfg, decoder.named_parameters(), 8000 if sharded else 1 << 30)
+    named = [*decoder.named_parameters(), *decoder.named_buffers()]
+    save_hf(folder, decoder.cfg, named, 8000 if sharded else 1 << 30)
     assert (folder / INDEX).exists() == sharded
     transformers.utils.logging.disable_progress_bar()
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -145,7 +172,7 @@ def test_transformers_loads_a_saved_folder_with_equal_logits(name, sharded, tmp_
         assert_same_logits(model.eval()(tokens()).logits, decoder(tokens()))
     assert hf_config.read(folder) == decoder.cfg
     again = ours(folder)
-    for (key, a), (_, b) in zip(again.named_parameters(), decoder.named_parameters(), strict=True):
+    for (key, a), (_, b) in zip(again.state_dict().items(), decoder.state_dict().items(), strict=True):
         assert torch.equal(a, b), key
 
 

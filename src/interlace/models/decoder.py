@@ -106,6 +106,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.cfg = cfg
+        self.loads: dict[str, Tensor] = {}  # layer -> what `take_loads` gives
         self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, device=device, dtype=dtype)
         self.embedding_dropout = Dropout(cfg.dropout, "embedding")
         self.blocks = nn.ModuleList(Block(cfg, layer, device, dtype) for layer in range(cfg.num_layers))
@@ -123,7 +124,7 @@ class Decoder(nn.Module):
         columns_T: Tensor | None = None,
     ) -> Tensor:
         """Logits [B T V] of the next token at every position, in the dtype of the weights."""
-        x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
+        x_BTD, context = self._hidden(tokens_BT, None, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
         return self.head(x_BTD, None, context)
 
     def loss(
@@ -138,12 +139,15 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(sum of the cross-entropies of all labels that are not -100, their number): fp32 (fp64 of fp64) and int64.
 
-        The sum, not a mean: add sums and numbers of all micro-batches and ranks, then divide once.  The balance loss
-        of a router comes in as coefficient * sum over sequences of (labels of the sequence * balance loss of the
-        sequence, summed over layers), so that the same one division makes it a mean weighted by labels, however the
-        sequences are cut into micro-batches; without labels it is 0 too.
+        The sum, not a mean: add sums and numbers of all micro-batches and ranks, then divide once.  So that this one
+        division serves a router's losses too, they come in as coefficient * sum over sequences of (labels of the
+        sequence * balance loss of the sequence), and coefficient * sum over tokens of the z-loss, both summed over
+        layers: means over labels, however the sequences are cut into micro-batches.  Routers count the tokens that
+        have a label.
         """
-        x_BTD, context = self._hidden(tokens_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T)
+        x_BTD, context = self._hidden(
+            tokens_BT, labels_BT, positions_BT, documents_BT, samples_B, dropout_key, columns_T
+        )
         counts_B = (labels_BT != IGNORED).sum(dim=1)
         return self.head(x_BTD, labels_BT, context) + self.router_loss(context, counts_B), counts_B.sum()
 
@@ -152,13 +156,45 @@ class Decoder(nn.Module):
 
         `counts_B` is the number of labels of each sequence.  0 without experts or without a coefficient.
         """
-        return self.balance(context.take_router_losses(), counts_B)
+        return self.balance(self.count(context), counts_B)
+
+    def count(self, context: Context) -> list[Tensor]:
+        """Takes what routers tell out of a context: adds up their loads, and returns their losses [2 B], by layer."""
+        routed = context.take_routed()
+        for layer, told in routed.items() if torch.is_grad_enabled() else ():
+            self.loads[layer] = self.loads[layer] + told.load_Y if layer in self.loads else told.load_Y
+        return [told.losses_2B for told in routed.values() if told.losses_2B is not None]
 
     def balance(self, losses: list[Tensor], counts_B: Tensor) -> Tensor:
-        """The same of the losses [B] of several layers, in their order."""
-        if not losses:
-            return torch.zeros((), device=counts_B.device)
-        return self.cfg.router_aux_loss * (torch.stack(losses).sum(dim=0) * self.all_labels(counts_B)).sum()
+        """What losses [2 B] of several layers, in their order, add to the loss sum."""
+        found = torch.zeros((), device=counts_B.device)
+        if losses:
+            balance_B, z_B = torch.stack(losses).sum(dim=0)
+            if self.cfg.router_aux_loss:
+                found = self.cfg.router_aux_loss * (balance_B * self.all_labels(counts_B)).sum()
+            if self.cfg.router_z_loss:
+                found = found + self.cfg.router_z_loss * z_B.sum()
+        return found
+
+    def take_loads(self) -> Tensor | None:
+        """How often each expert of each layer here was chosen, and how many of these choices were dropped, in the
+        forward passes with gradients since the last call: int64 [L X+1].  None without experts.
+
+        A training step adds them up over all ranks that have other tokens, and gives the sum to `steer`.
+        """
+        layers = [block.moe.layer for block in self.blocks if block is not None and isinstance(block.moe, MoE)]
+        taken = dict(self.loads)
+        self.loads.clear()
+        if not layers:
+            return None
+        known = next(iter(taken.values()), torch.zeros(self.cfg.num_experts + 1, dtype=torch.int64))
+        return torch.stack([taken.get(layer, torch.zeros_like(known)) for layer in layers])
+
+    def steer(self, loads_LY: Tensor) -> None:
+        """Moves the biases of the routers here as their loads ask for; once, after a step (`MoE.steer`)."""
+        routers = [block.moe for block in self.blocks if block is not None and isinstance(block.moe, MoE)]
+        for moe, load_Y in zip(routers, loads_LY, strict=True):
+            moe.steer(load_Y[:-1])
 
     def hidden(self, x: Tensor, context: Context) -> Tensor:
         """Embedding (if it is here) and blocks (those that are here): tokens_BT or x_BTD -> x_BTD."""
@@ -180,8 +216,12 @@ class Decoder(nn.Module):
         samples_B: Tensor | None = None,
         dropout_key: int = 0,
         columns_T: Tensor | None = None,
+        labels_BT: Tensor | None = None,
     ) -> Context:
-        """What the blocks need besides x for one micro-batch; made once, read by every layer."""
+        """What the blocks need besides x for one micro-batch; made once, read by every layer.
+
+        labels_BT: routers count the tokens that have a label; None = all.
+        """
         batch, length = shape_BT
         if columns_T is None:
             columns_T = torch.arange(length, device=device)
@@ -193,11 +233,13 @@ class Decoder(nn.Module):
             patterns={window: self.pattern(batch, length, device, documents_BT, window) for window in windows},
             dropout_key=dropout_key,
             rows=None if self.rows is None else self.rows(batch * length),
+            counted_BT=None if labels_BT is None or not self.cfg.num_experts else (labels_BT != IGNORED).float(),
         )
 
     def _hidden(
         self,
         tokens_BT: Tensor,
+        labels_BT: Tensor | None,
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         samples_B: Tensor | None,
@@ -206,7 +248,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Context]:
         batch, length = tokens_BT.shape
         context = self.context(
-            (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, dropout_key, columns_T
+            (batch, length), tokens_BT.device, positions_BT, documents_BT, samples_B, dropout_key, columns_T, labels_BT
         )
         return self.hidden(tokens_BT, context), context
 
@@ -216,7 +258,8 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
-    """Fill every parameter of a Decoder, or of a stage of one, from random numbers keyed by (seed, parameter name)."""
+    """Fill every parameter of a Decoder, or of a stage of one, from random numbers keyed by (seed, parameter name), and
+    every buffer (biases of routers) with zeros."""
     known = {parameter.name: parameter for parameter in spec.parameters(cfg)}
     for name, tensor in module.named_parameters():
         if name not in known or tuple(tensor.shape) != known[name].shape:
@@ -226,6 +269,8 @@ def initialise(module: nn.Module, cfg: ModelConfig, seed: int) -> None:
             )
         values = initial_value(known[name], seed, 0, tensor.numel(), tensor.device, tensor.dtype)
         tensor.copy_(values.view(tensor.shape))
+    for buffer in module.buffers():
+        buffer.zero_()
 
 
 def initial_value(

@@ -23,13 +23,23 @@ if TYPE_CHECKING:
     from interlace.models.attention import Pattern
 
 
+@dataclass(frozen=True)
+class Routed:
+    """What a router tells of one micro-batch.  load_Y: how often each expert was chosen, then how many of these choices
+    were dropped, int64 [X + 1]; losses_2B: balance loss and z-loss of each sequence, None where neither is asked for.
+    Tokens that do not count are in none of them."""
+
+    load_Y: Tensor
+    losses_2B: Tensor | None
+
+
 @dataclass
 class Context:
     """What a block needs to know besides its input: made once per forward, shared by all layers, never differentiated.
 
     A block is called as `block(x, context)` and reads it, so calling it again (recompute) gives the same result.  The
-    one thing blocks write is `router_losses`, and only until `take_router_losses` has been called: a block that runs
-    again during backward leaves no second copy.
+    one thing blocks write is `routed`, and only until `take_routed` has been called: a block that runs again during
+    backward leaves no second copy.
     """
 
     samples_B: Tensor  # global index of each sequence: keys dropout
@@ -37,7 +47,8 @@ class Context:
     rotary: tuple[Tensor, Tensor]  # cosine and sine [B T 1 E/2], fp32
     patterns: Mapping[int | None, Pattern]  # sliding window of a layer -> what its queries see
     dropout_key: int = 0
-    router_losses: dict[str, Tensor] | None = field(default_factory=dict)  # layer -> [B], None once taken
+    routed: dict[str, Routed] | None = field(default_factory=dict)  # by layer, None once taken
+    counted_BT: Tensor | None = None  # 1 for tokens that routers count, 0 for others (padding), fp32; None = all count
     rows: tuple[int, int] | None = None  # of the flattened B T, which the residual stream holds here; None = all
 
     @property
@@ -55,15 +66,15 @@ class Context:
         both = torch.broadcast_tensors(samples_B1, columns_1T)
         return both[0].reshape(1, -1)[:, piece], both[1].reshape(1, -1)[:, piece]
 
-    def add_router_loss(self, layer: str, loss_B: Tensor) -> None:
-        """Hand the balance loss of one layer, a value per sequence, to whoever computes the loss."""
-        if self.router_losses is not None:
-            self.router_losses[layer] = loss_B
+    def add_routed(self, layer: str, routed: Routed) -> None:
+        """Hand what the router of one layer tells to whoever computes the loss."""
+        if self.routed is not None:
+            self.routed[layer] = routed
 
-    def take_router_losses(self) -> list[Tensor]:
-        """The losses in layer order; afterwards the context holds, and takes, none."""
-        losses, self.router_losses = list((self.router_losses or {}).values()), None
-        return losses
+    def take_routed(self) -> dict[str, Routed]:
+        """All of it in layer order; afterwards the context holds, and takes, none."""
+        found, self.routed = self.routed or {}, None
+        return found
 
 
 class Linear(nn.Linear):
@@ -99,12 +110,14 @@ def norm(cfg: ModelConfig, device: Any = None, dtype: Any = None) -> nn.Module:
 class MLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, or `down(gelu(up(x)))` with the exact (erf) gelu: x_BTD -> x_BTD."""
 
-    def __init__(self, cfg: ModelConfig, device: Any = None, dtype: Any = None) -> None:
+    def __init__(self, cfg: ModelConfig, device: Any = None, dtype: Any = None, size: int = 0) -> None:
+        """size: inner features; 0 = ffn_size."""
         super().__init__()
         linear = functools.partial(Linear, bias=cfg.mlp_bias, device=device, dtype=dtype)
-        self.gate = linear(cfg.hidden_size, cfg.ffn_size) if cfg.activation == "swiglu" else None
-        self.up = linear(cfg.hidden_size, cfg.ffn_size)
-        self.down = linear(cfg.ffn_size, cfg.hidden_size)
+        size = size or cfg.ffn_size
+        self.gate = linear(cfg.hidden_size, size) if cfg.activation == "swiglu" else None
+        self.up = linear(cfg.hidden_size, size)
+        self.down = linear(size, cfg.hidden_size)
         self.project = SharedInput()
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:

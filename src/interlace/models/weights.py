@@ -1,4 +1,4 @@
-"""Weights from and to a Hugging Face folder: Llama 3, Qwen3, Mixtral and Qwen3-MoE, as safetensors only.
+"""Weights from and to a Hugging Face folder: Llama 3, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, dots1; safetensors only.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`.  Everything
 that can be wrong with it is found before the first tensor is handed out, and named by file and tensor: a model is
@@ -56,11 +56,24 @@ _QWEN3_MOE = {
     "moe.up": "mlp.experts.{}.up_proj",
     "moe.down": "mlp.experts.{}.down_proj",
 }
+_QWEN2_MOE = _QWEN3_MOE | {
+    "moe.shared.gate": "mlp.shared_expert.gate_proj",
+    "moe.shared.up": "mlp.shared_expert.up_proj",
+    "moe.shared.down": "mlp.shared_expert.down_proj",
+    "moe.shared_gate": "mlp.shared_expert_gate",
+}
+_DOTS1 = _QWEN3_MOE | {
+    "moe.shared.gate": "mlp.shared_experts.gate_proj",
+    "moe.shared.up": "mlp.shared_experts.up_proj",
+    "moe.shared.down": "mlp.shared_experts.down_proj",
+}
+_EXPERTS = {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN2_MOE, "qwen3_moe": _QWEN3_MOE, "dots1": _DOTS1}
 
 
 def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Our parameter name -> the Hugging Face names of its parts: one, or one per expert; in the model's order."""
-    modules = _MODULES | (_QWEN3_MOE if cfg.qk_norm else _MIXTRAL)
+    """Our parameter's or buffer's name -> the Hugging Face names of its parts: one, or one per expert; in the model's
+    order, buffers last."""
+    modules = _MODULES | _EXPERTS.get(hf_config.nearest_type(cfg), {})
     outer = {"embedding": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
     names = {}
     for parameter in spec.parameters(cfg):
@@ -73,6 +86,9 @@ def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
         stacked = parameter.role is spec.Role.EXPERT
         parts = [theirs.format(expert) for expert in range(cfg.num_experts)] if stacked else [theirs]
         names[parameter.name] = tuple(f"{part}.{kind}" for part in parts)
+    for buffer in spec.buffers(cfg):
+        layer = buffer.name.split(".")[1]
+        names[buffer.name] = (f"model.layers.{layer}.mlp.gate.e_score_correction_bias",)
     return names
 
 
@@ -94,11 +110,12 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
     shards, place = _open(folder)
     _check_tensors(folder, cfg, shards, place)
 
+    stacked = {parameter.name for parameter in spec.parameters(cfg) if parameter.role is spec.Role.EXPERT}
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parts in hf_names(cfg).items():
             loaded = [shards[place[part]].get_tensor(part) for part in parts]
-            is_stacked = ".moe." in name and not name.endswith(".router.weight")
-            yield name, torch.stack(loaded) if is_stacked else loaded[0]
+            yield name, torch.stack(loaded) if name in stacked else loaded[0]
 
     return cfg, tensors()
 
@@ -180,7 +197,7 @@ def _open_shard(path: Path, wanted: list[str]) -> Any:
 def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place: dict[str, str]) -> None:
     """Every part of every parameter is there, in its shape and a float dtype, and nothing else is."""
     expected: dict[str, tuple[int, ...]] = {}
-    for parameter in spec.parameters(cfg):
+    for parameter in (*spec.parameters(cfg), *spec.buffers(cfg)):
         shape = parameter.shape[1:] if parameter.role is spec.Role.EXPERT else parameter.shape
         expected |= dict.fromkeys(hf_names(cfg)[parameter.name], shape)
     if missing := [name for name in expected if name not in place]:
@@ -229,8 +246,9 @@ def save_hf(
 ) -> None:
     """Write a folder that `transformers` loads: config.json and shards of at most `max_shard_bytes` (or one tensor).
 
-    `tensors` are (our name, whole tensor) as `named_parameters()` gives them, in any order and dtype, each written in
-    its own dtype; one shard at a time is held in memory.  The folder appears only when all of it is written.
+    `tensors` are (our name, whole tensor) as `named_parameters()` and `named_buffers()` give them, in any order and
+    dtype, each written in its own dtype; one shard at a time is held in memory.  The folder appears only when all of it
+    is written.
     ConfigError when no Hugging Face model type is this model; CheckpointError when the folder holds something already
     or a tensor is missing, foreign or of another shape.
     """
@@ -288,7 +306,7 @@ def _write_shards(
 def _parts(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, contiguous CPU tensor) of each part; every parameter exactly once, else CheckpointError."""
     names = hf_names(cfg)
-    shapes = {parameter.name: parameter.shape for parameter in spec.parameters(cfg)}
+    shapes = {parameter.name: parameter.shape for parameter in (*spec.parameters(cfg), *spec.buffers(cfg))}
     left = set(names)
     for name, tensor in tensors:
         if name not in left:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from interlace import random
-from interlace.collectives import Group, Handle, all_to_all, sum_scalars
+from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
 from interlace.parallel.blocks import Tile, Tiling, backward, forward, merge
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
@@ -77,6 +77,8 @@ def split_sequences(decoder: Any, axis: SequenceAxis) -> None:
         if hasattr(module, "balance") and getattr(module, "balanced", False):
             module.balance = SplitBalance(module.balance, axis)
             decoder.all_labels = lambda counts_B: sum_scalars(counts_B, [axis.group], name="labels of each sequence")
+        if getattr(module, "room", None) is not None:
+            module.room = SplitRoom(module.room, axis)
 
 
 class SplitPattern:
@@ -153,10 +155,36 @@ class SplitBalance(nn.Module):
         self.axis = axis
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, load_BX: Tensor, mass_BX: Tensor, length: int, k: int) -> Tensor:
+    def forward(self, load_BX: Tensor, mass_BX: Tensor, k: int) -> Tensor:
         everywhere = sum_scalars(load_BX.flatten(), [self.axis.group], name="load of experts").view_as(load_BX)
-        loss_B: Tensor = self.inner(everywhere, mass_BX, self.axis.length, k)
+        loss_B: Tensor = self.inner(everywhere, mass_BX, k)
         return loss_B
+
+
+class SplitRoom(nn.Module):
+    """In the place of `Room`: a choice's turn in the whole sequence, counted on from the pieces before."""
+
+    def __init__(self, inner: Any, axis: SequenceAxis) -> None:
+        super().__init__()
+        self.inner = inner
+        self.axis = axis
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, experts_BTk: Tensor) -> Tensor:
+        axis, cut = self.axis, plan.pieces(self.axis.length, self.axis.group.size)
+        own = experts_BTk.split([stop - start for start, stop in (cut[place] for place in axis.places)], dim=1)
+        counts_2BX = torch.stack([self.inner.counts(part_BTk) for part_BTk in own]).int()
+        everyone = all_gather(counts_2BX.flatten(), axis.group, name="choices of each piece").wait()
+        counts = everyone.view(-1, *counts_2BX.shape[1:])
+        order = [place for rank in range(axis.group.size) for place in plan.places(axis.group.size, rank)]
+        turns = []
+        for place, part_BTk in zip(axis.places, own, strict=True):
+            before = [at for at, other in enumerate(order) if other < place]
+            before_BX = counts[before].sum(dim=0)
+            later_BN = before_BX.gather(1, part_BTk.flatten(1))
+            turns.append(self.inner.turns(part_BTk) + later_BN.view_as(part_BTk))
+        kept_BTk: Tensor = torch.cat(turns, dim=1) < self.inner.limit(axis.length)
+        return kept_BTk
 
 
 # --- block by block --------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ Under `tp` every expert is split as an MLP is; the ranks of a tp group have the 
 on) and route alike, bit for bit, so each sends all of them to the rank at its own place of the other tp groups.  Rows
 cross tp times that way, but each group of ep is by itself and no count has to agree over tp.
 
-Quicker because the bytes of one half may travel while the other half is multiplied (`halves`), in backward too: an
-`Exchange` is started and waited for at different places.
+Quicker because a shared expert, where the model has one, runs while rows are on their way, and because the bytes of one
+half may travel while the other half is multiplied (`halves`), in backward too: an `Exchange` is started and waited for
+at different places.
 
 On CUDA the library's all-to-all takes its sizes from the host, so `exchange` waits there for the numbers of rows, once
 for each layer and pass: the one place where the host has to know them.
@@ -90,24 +91,36 @@ class SplitDispatch(nn.Module):
         gate_XFD: Tensor,
         up_XFD: Tensor,
         down_XDF: Tensor,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """meanwhile: work of the caller's that is called when the rows are on their way."""
+    ) -> Callable[[], Tensor]:
         cut = [(len(x_ND) + 1) // 2, len(x_ND) // 2] if self.axis.halves else [len(x_ND)]
         pairs = zip(x_ND.split(cut), experts_Nk.split(cut), strict=True)
         halves = [Rows.of(x, chosen, self.num_experts) for x, chosen in pairs]
-        leaving = exchange(halves, self.axis)
-        if meanwhile is not None:
-            meanwhile()
+        matrices = gate_XFD, up_XFD, down_XDF
+        return _Mixing(self.axis, halves, exchange(halves, self.axis), weights_Nk.split(cut), matrices, x_ND.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mixing:
+    """Rows that are on their way: called, what becomes of them, [N D]."""
+
+    axis: ExpertAxis
+    halves: Sequence[Rows]
+    leaving: Sequence[tuple[Exchange, Tensor]]
+    weights: Sequence[Tensor]
+    matrices: tuple[Tensor, Tensor, Tensor]
+    dtype: torch.dtype
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self) -> Tensor:
         returning = []
-        for moving, taken in leaving:
+        for moving, taken in self.leaving:
             rows_RD, order_R, counts_X = _by_expert(moving.rows(), taken)
-            made_RD = self.axis.experts(rows_RD, counts_X, gate_XFD, up_XFD, down_XDF)
+            made_RD = self.axis.experts(rows_RD, counts_X, *self.matrices)
             back_RD = made_RD.index_select(0, order_R.argsort())
             returning.append(Exchange(back_RD, self.axis.group, moving.taken, moving.given, "combine"))
         mixed = [
-            combine(moving.rows(), half.order_R, weights_Nk).to(x_ND.dtype)
-            for moving, half, weights_Nk in zip(returning, halves, weights_Nk.split(cut), strict=True)
+            combine(moving.rows(), half.order_R, weights_Nk).to(self.dtype)
+            for moving, half, weights_Nk in zip(returning, self.halves, self.weights, strict=True)
         ]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
 

@@ -93,7 +93,7 @@ def split_decoder(
         if parameter.role is Role.ROW:
             setattr(above, name, Row(decoder.get_submodule(owner), axis))
         if parameter.role is Role.EXPERT:
-            above.enter, above.leave = Enter(axis, bool(above.balanced)), Leave(axis)
+            above.enter, above.leave = Enter(axis, bool(above.reads_logits)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
             core: Any = above.core
             core.first_head = parts[parameter.name].bound[0] // parameter.chunk
@@ -178,15 +178,15 @@ class SplitVocabulary(nn.Module):
 class Enter(nn.Module):
     """Tokens reach experts of which every rank holds a slice: all rows, whose gradients add up over ranks.
 
-    The router has run on this rank's rows; its logits travel beside x.  The balance loss is the same on every rank, so
-    the gradient of the logits that it reads is not added up.  Where every rank has run it on all rows, they agree on
+    The router has run on this rank's rows; its logits travel beside x.  Its losses are the same on every rank, so the
+    gradient of the logits that they read is not added up.  Where every rank has run it on all rows, they agree on
     its bits, so that a token between two experts goes to the same one on all of them.
     """
 
-    def __init__(self, axis: Axis, balanced: bool) -> None:
+    def __init__(self, axis: Axis, has_losses: bool) -> None:
         super().__init__()
         self.axis = axis
-        self.balanced = balanced
+        self.has_losses = has_losses
 
     def forward(self, x: Tensor, logits: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
         group, count = self.axis.group, self.axis.count(context)
@@ -195,7 +195,7 @@ class Enter(nn.Module):
             return copy(x, group), copy(logits, group), logits
         batch = len(context.samples_B)
         all_x, all_logits = gather(x, group, count), gather(logits, group, count)
-        own = whole(logits, group, count) if self.balanced else all_logits
+        own = whole(logits, group, count) if self.has_losses else all_logits
         return (
             all_x.view(batch, -1, x.shape[-1]),
             all_logits.view(batch, -1, logits.shape[-1]),

@@ -160,6 +160,9 @@ def sent(
             again_all = 2 if plan.recompute == "full" else 1
             each = count * (again_all * len(layers) * cfg.num_experts * 4 + 8 * sum(1 for part in own if part))
             found["all_gather"] += each * (ways - 1)
+        if cfg.num_experts and cfg.capacity_factor:  # choices of each expert in two pieces
+            again_all = 2 if plan.recompute == "full" else 1
+            found["all_gather"] += count * again_all * len(layers) * 2 * cfg.num_experts * 4 * (ways - 1)
     return found
 
 

@@ -39,7 +39,7 @@ from interlace.plan.expert import held as held_experts
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import slices
 from interlace.schedule import generate, read_csv, validate
-from interlace.spec import Parameter, Role, parameters, units
+from interlace.spec import Parameter, Role, buffers, parameters, units
 
 LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
@@ -125,7 +125,7 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
     moments = _moments(config, merged, runs, device, activations, logits, layers, _rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
-        parameters=4 * held + compute * copied,
+        parameters=4 * held + compute * copied + 4 * sum(b.numel for b in buffers(cfg) if b.unit in names),
         gradients=gradients,
         optimizer=state * held,
         gather=0 if whole_step else compute * _buffers([run for run in runs if run.shares(plan.zero)], 2),
@@ -363,7 +363,8 @@ def block_activations(
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
                 output and its log-sum per head; gate, up, silu(gate), their product (or up and gelu(up));
                 dropout masks, a byte each; experts: the same four per chosen expert, its input, its output, routing,
-                over ep both orders of the rows that came
+                over ep both orders of the rows that came; and those of a shared expert, as many choices kept as a
+                dropless router keeps
     selective   none, less what core attention keeps besides q, k, v and its output
 
     A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
@@ -374,13 +375,16 @@ def block_activations(
     if recompute == "full":
         return rows * D * c
     cfg = _of_one_rank(cfg, tp)
-    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0)) + (D * c if cfg.num_experts else 0)
+    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0))
     per_token = (1 if cfg.num_experts else 2) * D * c  # a router reads its own rows, experts copies of the others
+    if cfg.num_experts:
+        of_row, of_token = _shared_bytes(cfg, c, split_rows and tp > 1)
+        per_row, per_token = per_row + of_row, per_token + of_token
     if cfg.qk_norm:
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
     per_token += (
-        _experts_bytes(cfg, c)
+        _experts_bytes(cfg, c, tp)
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
@@ -394,7 +398,7 @@ def block_activations(
         core += N * cfg.num_heads * E * c  # the output, back at its positions
     else:
         core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
-    return rows * per_row + N * per_token + core
+    return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
 
 
 def _of_one_rank(cfg: ModelConfig, tp: int) -> ModelConfig:
@@ -405,6 +409,7 @@ def _of_one_rank(cfg: ModelConfig, tp: int) -> ModelConfig:
         num_kv_heads=max(1, cfg.num_kv_heads // tp),
         ffn_size=math.ceil(cfg.ffn_size / tp),
         expert_ffn_size=math.ceil(cfg.expert_ffn_size / tp),
+        shared_ffn_size=math.ceil(cfg.shared_ffn_size / tp),
     )
 
 
@@ -415,12 +420,40 @@ def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:
     return cfg.hidden_size * (8 if device == "cpu" else compute) + 4
 
 
-def _experts_bytes(cfg: ModelConfig, compute: int) -> int:
-    """Per token: router probabilities, choice, weights and both orders; per chosen expert its rows."""
+def _experts_bytes(cfg: ModelConfig, compute: int, tp: int) -> int:
+    """Per token: router scores, choice, weights and both orders, what its losses read; per chosen expert its rows.
+
+    Over tp the balance loss has scores of its own.  Sigmoid scores are made to sum to one for it."""
     k, X = cfg.experts_per_token, cfg.num_experts
     rows = k * (2 * cfg.hidden_size + 4 * cfg.expert_ffn_size) * compute
-    routing = 4 * X + k * (8 + 8 + 8 + 4) + (4 * k + 4 if cfg.norm_topk else 0)
+    routing = 4 * X + k * (8 + 8 + 8 + 4) + (4 * k + 4 if cfg.norm_topk else 0) + (2 * k if cfg.capacity_factor else 0)
+    if cfg.router_aux_loss:
+        routing += (4 * X if tp > 1 else 0) + (4 if cfg.router_scores == "sigmoid" else 0)
+    if cfg.router_z_loss:
+        routing += 4 * X + 4  # logits, which softmax does not keep, and the logarithm
     return rows + routing
+
+
+def _shared_bytes(cfg: ModelConfig, compute: int, gathered: bool) -> tuple[int, int]:
+    """What router and shared expert keep: per row of the residual stream, and per token.
+
+    gathered: the shared expert reads the rows of all ranks.
+    """
+    D, c = cfg.hidden_size, compute
+    wide = cfg.router_fp32 and c < 4  # then the router keeps its own copy of x
+    if not cfg.shared_ffn_size:
+        return (D * 4 if wide else D * c), 0
+    narrow_read = not wide or cfg.shared_gate or not gathered
+    row = (D * 4 if wide else 0) + (D * c if narrow_read else 0) + (D * c + c if cfg.shared_gate else 0)
+    return row, 4 * cfg.shared_ffn_size * c + (D * c if gathered else 0)
+
+
+def _once_bytes(cfg: ModelConfig, sequences: int, compute: int) -> int:
+    """Not per token: loads of the balance loss, and a router's weight in fp32."""
+    if not cfg.num_experts:
+        return 0
+    loads = sequences * (4 * cfg.num_experts + 4) if cfg.router_aux_loss else 0
+    return loads + (4 * cfg.num_experts * cfg.hidden_size if cfg.router_fp32 and compute < 4 else 0)
 
 
 def _attention_bytes(

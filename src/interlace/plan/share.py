@@ -21,7 +21,7 @@ from interlace.plan.stages import layers_given, num_stages, placement_of, stages
 from interlace.schedule.table import SENDS
 from interlace.spec import Parameter, Role, parameters, units
 
-FP32, FP64 = 4, 8
+FP32, FP64, INT64 = 4, 8, 8
 SCALARS = 16  # bytes: loss and norm, fp64, exchanged once a step
 STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, without momentum
 
@@ -302,9 +302,9 @@ def _sent_between_stages(
         ends = [run.cut.offsets[-1] + run.members[-1].numel for run in counted]
         chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, counted, strict=True))
         numbers = FP64 * (len(leaves(plan, batch)) + chunks)
-    if fixed and cfg.num_experts and cfg.router_aux_loss:
+    if fixed and cfg.num_experts and cfg.has_router_losses:
         layers = sum(run.unit.startswith("blocks.") for run in found)
-        numbers += FP32 * layers * sum(counts)  # a loss a layer and sequence
+        numbers += 2 * FP32 * layers * sum(counts)  # two losses a layer and sequence
     sent["all_gather"] = numbers * (plan.pp - 1)
     home = placement_of(plan)
     for run in found:
@@ -368,6 +368,9 @@ def _sent(
     count = micro_batch_count(plan, batch, fixed)
     if fixed:  # a loss a round, a square sum a chunk
         scalars = FP64 * (count + sum(run.cut.total // run.cut.chunk for run in found) // plan.dp)
+    if scalars and config.model_config().num_experts:
+        layers = sum(run.unit.startswith("blocks.") for run in found)
+        scalars += INT64 * layers * (config.model_config().num_experts + 1)  # how often each was chosen
     sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
     units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)

@@ -188,8 +188,9 @@ def _changes(
     D, X = cfg.hidden_size, cfg.num_experts
     L, first, last = sum(unit.startswith("blocks.") for unit in held), "embedding" in held, "head" in held
     again = plan.recompute == "full"
-    entrances = 2 * L * (2 if again else 1)
-    exits = 2 * L + (L * (2 if cfg.dropout else 1) if again else 0)  # the last sum of a block is not run again
+    shared = L if cfg.shared_ffn_size else 0  # its own entrance and exit, which come first and are run again
+    entrances = (2 * L + shared) * (2 if again else 1)
+    exits = 2 * L + shared + (L * (2 if cfg.dropout else 1) + shared if again else 0)  # a block's last sum is not
     logits = L * (2 if again else 1)
     wide, narrow = (rows, D), (rows, X)
     yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, last
@@ -199,20 +200,20 @@ def _changes(
             *gather,
             wide,
             itemsize,
-            entrances + last + first + 2 * L,
+            entrances + last + first + 2 * L + shared,
         )  # entrances, head; backward of embedding and exits
         yield (
             *scatter,
             wide,
             itemsize,
-            first + exits + last + 2 * L,
+            first + exits + last + 2 * L + shared,
         )  # embedding, exits; gradients of head and entrances
         if X:
-            yield *gather, narrow, itemsize, logits * (2 if cfg.router_aux_loss else 1)
+            yield *gather, narrow, itemsize, logits * (2 if cfg.has_router_losses else 1)
             yield *scatter, narrow, itemsize, L
         return
     reduce = ("S +tp", "S")
-    yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L
+    yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L + shared
     if X:
         yield "N/tp W", "N W", narrow, itemsize, logits
         yield *reduce, (rows * X,), itemsize, L

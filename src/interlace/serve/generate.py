@@ -38,6 +38,8 @@ def load(run_or_checkpoint: str | Path, device: torch.device | str) -> tuple[Dec
     model = Decoder(model_cfg, device, torch.float32).eval().requires_grad_(False)
     for name, tensor in model.named_parameters():
         tensor.copy_(reader.read(f"main/{name}").view(tensor.shape))
+    for name, buffer in model.named_buffers():
+        buffer.copy_(reader.read(f"buffer/{name}").view(buffer.shape))
     return model, words, cfg
 
 
@@ -144,8 +146,9 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int, key: int, place: i
 
 
 def _check_weights(reader: Reader, cfg: ModelConfig) -> None:
-    """The main weights are exactly the model's parameters, each in its shape."""
+    """The main weights are exactly the model's parameters, each in its shape; so are buffers."""
     shapes = {f"main/{parameter.name}": parameter.shape for parameter in spec.parameters(cfg)}
+    shapes |= {f"buffer/{parameter.name}": parameter.shape for parameter in spec.buffers(cfg)}
     for name, shape in shapes.items():
         if name not in reader.names:
             raise CheckpointError(f"{reader.folder} lacks {name}, which its configuration asks for")
@@ -154,7 +157,7 @@ def _check_weights(reader: Reader, cfg: ModelConfig) -> None:
                 f"{reader.folder}: {name} has shape {list(found)}, its configuration makes it {list(shape)}"
             )
     for name in reader.names:
-        if name.startswith("main/") and name not in shapes:
+        if name.startswith(("main/", "buffer/")) and name not in shapes:
             near = nearest(name, shapes)
             hint = f"; the nearest it has is {near}" if near else ""
             raise CheckpointError(f"{reader.folder} holds {name}, which the model of its configuration lacks{hint}")

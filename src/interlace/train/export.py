@@ -52,10 +52,13 @@ def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = 
 
 
 def _weights(reader: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every main weight; `save_hf` holds them against the configuration, by name and shape."""
+    """(name, whole tensor) of every main weight, and every buffer in fp32; `save_hf` holds them against the
+    configuration, by name and shape."""
     for name in reader.names:
-        if name.startswith("main/"):
-            yield name.removeprefix("main/"), reader.read(name).view(reader.shape(name)).to(dtype)
+        kind, _, own_name = name.partition("/")
+        if kind in ("main", "buffer"):
+            whole = reader.read(name).view(reader.shape(name))
+            yield own_name, whole.to(dtype) if kind == "main" else whole
 
 
 def _tokenizer_file(spec: str) -> Path | None:

@@ -2,6 +2,8 @@
 
     run.toml          the whole configuration, as used
     metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis;
+                      with experts also `busiest` (the most chosen expert of any layer, in means of its layer), `idle`
+                      (experts of all layers that no token chose) and `dropped` (share of choices without room);
                       with run.reproducible = "plan" the last one holds the digest of the weights
     events.jsonl      work, transfers and waits of the first steps and of every tenth one after, of the first 64 ranks,
                       on one clock; `interlace report` reads it
@@ -258,25 +260,29 @@ class _RunFolder:
         self.last_loss = loss
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
-        waited, slowest = self._over_ranks(made.record, seconds)
+        waited, slowest, experts = self._over_ranks(made.record, seconds, made.result.loads)
         events = b""
         if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
             events = self._events(made, seconds)
         if not self.writes:
             return
         rate = made.tokens / slowest
-        row = {
-            "step": made.step + 1,
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": made.rate,
-            "labels": made.result.labels,
-            "step_s": slowest,
-            "tokens_per_s": rate,
-            "mfu": rate * self.flops_per_token / (session.world.size * self.peak) if self.peak else None,
-            "memory": _memory(session),
-            "waited": waited,
-        } | ({"digest": made.digest} if made.digest else {})
+        row = (
+            {
+                "step": made.step + 1,
+                "loss": loss,
+                "grad_norm": norm,
+                "learning_rate": made.rate,
+                "labels": made.result.labels,
+                "step_s": slowest,
+                "tokens_per_s": rate,
+                "mfu": rate * self.flops_per_token / (session.world.size * self.peak) if self.peak else None,
+                "memory": _memory(session),
+                "waited": waited,
+            }
+            | experts
+            | ({"digest": made.digest} if made.digest else {})
+        )
         with self._writing():
             self.metrics.write(json.dumps(row) + "\n")
             self.metrics.flush()
@@ -289,15 +295,27 @@ class _RunFolder:
         if made.digest:
             self.progress.note(f"digest of the weights after step {made.step + 1}: {made.digest}")
 
-    def _over_ranks(self, record: Record, seconds: float) -> tuple[dict[str, float], float]:
-        """Seconds stood still in the step, by axis, averaged over the ranks; and those of the slowest rank's step."""
+    def _over_ranks(
+        self, record: Record, seconds: float, loads_LY: torch.Tensor | None
+    ) -> tuple[dict[str, float], float, dict[str, float]]:
+        """Seconds stood still in the step, by axis, averaged over the ranks; those of the slowest rank's step; and what
+        the metrics tell of experts, of all layers."""
         own = record.waited()
         axes = [group.axis for group in self.session.groups if group.size > 1]
-        if not axes:
-            return {}, seconds
-        values = torch.tensor([seconds, *(own.get(axis, 0.0) for axis in axes)], dtype=torch.float64)
-        everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(values))
-        return dict(zip(axes, everyone[:, 1:].mean(dim=0).tolist(), strict=True)), everyone[:, 0].max().item()
+        load = [] if loads_LY is None else _load(loads_LY)
+        values = torch.tensor([seconds, *load, *(own.get(axis, 0.0) for axis in axes)], dtype=torch.float64)
+        everyone = values[None]
+        if axes:
+            everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(values))
+        waited = everyone[:, 1 + len(load) :].mean(dim=0).tolist()
+        experts = {}
+        if load:
+            busiest, idle, dropped, chosen = everyone[:, 1 : 1 + len(load)].unbind(dim=1)
+            stages = self.session.cfg.plan.pp  # whose ranks have other layers; the others have all counted the same
+            experts = {"busiest": busiest.max().item(), "idle": round(stages * idle.mean().item())}
+            if self.session.model_cfg.capacity_factor:
+                experts["dropped"] = dropped.sum().item() / max(1.0, chosen.sum().item())
+        return dict(zip(axes, waited, strict=True)), everyone[:, 0].max().item(), experts
 
     def _events(self, made: _Made, seconds: float) -> bytes:
         """The events of a step, as lines: of this rank, on rank 0 of all that are kept.  Collective."""
@@ -311,6 +329,20 @@ class _RunFolder:
             whole = Event(world.rank, "step", "compute", f"step {made.step + 1}", at, at + seconds, 0, flops)
             own = to_jsonl([whole, *made.record.events(world.rank, made.begin, at)])
         return _brought_together(own, self.session.groups.host)
+
+
+def _load(loads_LY: torch.Tensor) -> list[float]:
+    """The most loaded expert in mean loads of its layer, experts without a token, choices dropped, and all choices."""
+    load_LX = loads_LY[:, :-1].double()
+    mean_L = load_LX.mean(dim=1).clamp(min=1e-9)
+    found = [
+        (load_LX.amax(dim=1) / mean_L).max(),
+        (load_LX == 0).sum().double(),
+        loads_LY[:, -1].sum().double(),
+        load_LX.sum(),
+    ]
+    values: list[float] = torch.stack(found).tolist()
+    return values
 
 
 def _opening_lines(folder: _RunFolder) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Progress:
 
     def step(self, row: Row) -> None:
         """A step has been made.  Keys: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory (bytes), step_s,
-        waited (axis -> seconds); a missing one, or None, is left out."""
+        dropped (share of choices of experts), waited (axis -> seconds); a missing one, or None, is left out."""
         now = time.monotonic()
         self._paces.append((now, int(row["step"])))
         self._waiting = row
@@ -127,6 +127,8 @@ def _fields(row: Row, remaining: float | None) -> list[_Field]:
         found.append(_Field(6, f"MFU {100 * known['mfu']:.1f} %", f"MFU {100 * known['mfu']:.0f} %"))
     if "memory" in known:
         found.append(_Field(8, _bytes(known["memory"]), _bytes(known["memory"])))
+    if known.get("dropped"):
+        found.append(_Field(7, f"dropped {100 * known['dropped']:.2g} %", f"drop {100 * known['dropped']:.1g} %"))
     if known.get("waited"):
         found.append(_waited(known["waited"], known.get("step_s")))
     if remaining is not None:

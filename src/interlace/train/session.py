@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from interlace import random, spec
+from interlace import hf_config, random, spec
 from interlace.collectives import Group, Groups, Meter, all_gather, make_groups, neighbours, strided
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
@@ -114,6 +114,8 @@ def build(world: World, cfg: Config) -> Session:
         from interlace.kernels.softmax_rows import softmax_rows  # needs Triton
 
         decoder.head.softmax_rows = softmax_rows
+    values = initial_values(cfg, model_cfg, world.device)
+    fill_buffers(decoder, values, world.device)
     axis_of_cp = None
     if cfg.plan.cp > 1:
         ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
@@ -142,7 +144,7 @@ def build(world: World, cfg: Config) -> Session:
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
         overlap=cfg.plan.overlap == "on",
         transport=cfg.plan.transport,
-        materialise=initial_values(cfg, model_cfg, world.device),
+        materialise=values,
         dims={parameter.name: parameter.dims for parameter in parameters},
         decay={parameter.name: parameter.decay for parameter in parameters},
         parts=parts,
@@ -211,14 +213,15 @@ def _pin(cfg: Config) -> None:
 def initial_values(
     cfg: Config, model_cfg: ModelConfig, device: torch.device
 ) -> Callable[[str, int, int], torch.Tensor]:
-    """(name, start, stop) -> that range of a parameter's first values: a Hugging Face folder's, or random ones.
+    """(name, start, stop) -> that range of a parameter's or buffer's first values: a Hugging Face folder's, or ours.
 
     A folder with a `config.json` and no weights in any form gives the sizes only.
     """
-    table = {parameter.name: parameter for parameter in spec.parameters(model_cfg)}
+    table = {parameter.name: parameter for parameter in (*spec.parameters(model_cfg), *spec.buffers(model_cfg))}
     if cfg.model.from_ and holds_weights(Path(cfg.model.from_)):
         stored_cfg, stored = weights.load_hf(cfg.model.from_)
-        if stored_cfg != model_cfg:
+        training = {key: getattr(model_cfg, key) for key in (*hf_config.TRAINING, "attention_dropout")}
+        if replace(stored_cfg, **training) != model_cfg:
             raise ConfigError(
                 f"[model] changes sizes of {cfg.model.from_}, whose weights would not fit; remove the other keys of "
                 "[model], or point `from` at a folder without weights."
@@ -227,6 +230,14 @@ def initial_values(
         return lambda name, start, stop: tensors[name].reshape(-1)[start:stop]
     seed = cfg.run.seed
     return lambda name, start, stop: initial_value(table[name], seed, start, stop - start, device, torch.float32)
+
+
+def fill_buffers(decoder: Decoder, values: Callable[[str, int, int], torch.Tensor], device: torch.device) -> None:
+    """Puts buffers with their first values in the place of those of a decoder."""
+    for name, buffer in list(decoder.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        value = values(name, 0, buffer.numel()).to(device, torch.float32, copy=True)
+        decoder.get_submodule(owner)._buffers[attribute] = value.view(buffer.shape)
 
 
 def holds_weights(folder: Path) -> bool:

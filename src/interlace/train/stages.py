@@ -71,7 +71,7 @@ class Staged:
         self, cfg: Config, model: StagedParallel, cut: Sequence[Sequence[str]], group: Group, lines: Lines, meter: Meter
     ) -> None:
         self.cfg, self.model, self.group, self.lines, self.meter = cfg, model, group, lines, meter
-        self.routed: dict[tuple[int, int], list[Tensor]] = {}  # by stage and micro-batch: of each layer, [B]
+        self.routed: dict[tuple[int, int], list[Tensor]] = {}  # by stage and micro-batch: of each layer, [2 B]
         self.heads: dict[int, Tensor] = {}  # losses of the vocabulary
         self.cut_layers = [sum(name.startswith("blocks.") for name in names) for names in cut]
         self.given: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]] = []
@@ -83,7 +83,7 @@ class Staged:
         assert isinstance(decoder, Decoder)
         self.decoder = decoder
         self.hidden = decoder.cfg.hidden_size
-        self.balanced = decoder.cfg.num_experts > 0 and decoder.cfg.router_aux_loss > 0
+        self.has_losses = decoder.cfg.num_experts > 0 and decoder.cfg.has_router_losses
         switch = Switch() if splits_backward(cfg.plan) else None
         model.switch = switch
         if switch is not None:
@@ -108,15 +108,16 @@ class Staged:
                 samples_B,
                 self.dropout_key,
                 self.columns_T,
+                labels_BT,
             )
             self.model.ready(stage)
             output = part.hidden(tokens_BT if x is None else x, context)
-            if not is_last and not context.router_losses:
+            losses = part.count(context)
+            if not is_last and not losses:
                 return output, None
             counts_B = (labels_BT != IGNORED).sum(dim=1)
-            routed = list((context.router_losses or {}).values())
-            self.routed[stage, micro_batch] = [loss_B.detach() for loss_B in routed]
-            loss = part.router_loss(context, counts_B)
+            self.routed[stage, micro_batch] = [loss_2B.detach() for loss_2B in losses]
+            loss = part.balance(losses, counts_B)
             if is_last:
                 head = part.head(output, labels_BT, context)
                 self.heads[micro_batch] = head.detach()
@@ -150,7 +151,7 @@ class Staged:
         dtype = self.model.computing_dtype
         self.pipeline(len(batches), leaves > 0).run(self.works, shapes, dtype, self.model)
         self.model.finish()
-        losses = self._losses_in_order() if leaves and self.balanced else self._losses()
+        losses = self._losses_in_order() if leaves and self.has_losses else self._losses()
         self.given, self.routed, self.heads = [], {}, {}
         return (losses if leaves else losses.sum(dim=0, keepdim=True)), self.labels()
 
@@ -188,9 +189,9 @@ class Staged:
             work.take_losses()
         table = self.pipeline(len(self.given), True).table
         stages = [self.cut_layers[stage] for stage in range(table.stages)]
-        lengths = [len(given[0]) for given in self.given]
+        lengths = [2 * len(given[0]) for given in self.given]  # of two losses each
         sizes = [sum(stages[stage] for stage in table.stages_of(rank)) * sum(lengths) for rank in range(table.ranks)]
-        own = [loss for stage in self.works for j in range(len(lengths)) for loss in self.routed[stage, j]]
+        own = [loss.flatten() for stage in self.works for j in range(len(lengths)) for loss in self.routed[stage, j]]
         values = torch.cat(own) if own else torch.zeros(0, device=self.group.device)
         parts = all_gather(values, self.group, sizes=sizes, name="losses of routers").wait().split(sizes)
         found: dict[tuple[int, int], list[Tensor]] = {}
@@ -198,7 +199,7 @@ class Staged:
             order = [(stage, j) for stage in table.stages_of(rank) for j in range(len(lengths))]
             places = [place for place in order for _ in range(stages[place[0]])]
             for place, loss in zip(places, part.split([lengths[j] for _, j in places]), strict=True):
-                found.setdefault(place, []).append(loss)
+                found.setdefault(place, []).append(loss.view(2, -1))
         totals = []
         for j, given in enumerate(self.given):
             losses = [loss for stage in range(table.stages) for loss in found.get((stage, j), [])]

@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.checkpoint import Piece, Reader, find
-from interlace.config import Config
+from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError
 from interlace.train.optimizer import state_keys
 
 if TYPE_CHECKING:
     from interlace.train.session import Session
 
-EVALUATED_ALIKE = ("dropout", "attention_dropout")  # sizes of a model that may change on resume
+EVALUATED_ALIKE = (
+    "dropout",
+    "attention_dropout",
+    "capacity_factor",
+    "router_bias_rate",
+)  # sizes of a model that may change on resume
 
 
 def checkpoints(cfg: Config) -> Path:
@@ -66,6 +71,9 @@ def pieces(session: Session) -> Iterator[Piece]:
         for kind, tensor in tensors.items():
             part = tensor[place.leaf_start : place.leaf_stop]
             yield Piece(f"{kind}/{place.name}", place.shape, place.layout, place.start, place.stop, part, place.cut)
+    if session.model.group.rank == 0 and session.model.stands_first:  # of the ranks that hold the same
+        for name, buffer in session.model.module.named_buffers():
+            yield Piece(f"buffer/{name}", tuple(buffer.shape), "X", 0, buffer.numel(), buffer)
 
 
 def meta(session: Session, step: int) -> dict[str, Any]:
@@ -94,6 +102,8 @@ def restore(session: Session, folder: Path) -> int:
             target = place.leaf.detach() if kind == "main" else state[place.leaf][kind]
             values = reader.read(f"{kind}/{place.name}", place.start, place.stop, place.cut)
             target[place.leaf_start : place.leaf_stop].copy_(values)
+    for name, buffer in session.model.module.named_buffers():
+        buffer.copy_(reader.read(f"buffer/{name}").view(buffer.shape))
     session.model.refresh()
     _load_optimizer(session, state, float(reader.meta["optimizer_step"]))
     session.cursor = session.dataset.resume(reader.meta["cursor"], session.cfg.train.global_batch)
@@ -123,7 +133,8 @@ def _check_meta(reader: Reader, cfg: Config) -> None:
         raise CheckpointError(
             f"{folder} was not written by a training run (no {(missing + wrong)[0]}); resume another."
         )
-    saved, own = reader.meta["model"], _plain(asdict(cfg.model_config()))
+    own = _plain(asdict(cfg.model_config()))
+    saved = {key: field.default for key, field in ModelConfig.__dataclass_fields__.items()} | reader.meta["model"]
     different = [key for key in own if saved.get(key) != own[key] and key not in EVALUATED_ALIKE]
     if different:
         pairs = ", ".join(f"{key} ({saved.get(key)} saved, {own[key]} asked)" for key in different[:6])
@@ -138,10 +149,15 @@ def _check_meta(reader: Reader, cfg: Config) -> None:
 
 def _check_shapes(session: Session, reader: Reader) -> None:
     for place in session.model.placements(owned=True):
-        name = f"main/{place.name}"
-        if name not in reader.names or tuple(reader.shape(name)) != place.shape:
-            found = f"has shape {list(reader.shape(name))}" if name in reader.names else "is missing"
-            raise CheckpointError(f"{name} {found} in {reader.folder}; the model has it as {list(place.shape)}.")
+        _check_shape(reader, f"main/{place.name}", place.shape)
+    for name, buffer in session.model.module.named_buffers():
+        _check_shape(reader, f"buffer/{name}", tuple(buffer.shape))
+
+
+def _check_shape(reader: Reader, name: str, shape: tuple[int, ...]) -> None:
+    if name not in reader.names or tuple(reader.shape(name)) != shape:
+        found = f"has shape {list(reader.shape(name))}" if name in reader.names else "is missing"
+        raise CheckpointError(f"{name} {found} in {reader.folder}; the model has it as {list(shape)}.")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ The loss of a step is the sum over all valid labels of the global batch, divided
 the batch is cut: a mean over ranks or micro-batches of means would weigh labels by where they happen to lie
 (pytorch/torchtitan#1842, huggingface/transformers#34191).
 
+After the update, the biases of routers move as the load of the whole global batch asks for (`steer`).
+
 With `leaves`, every sum over micro-batches has a fixed order, the same whatever ranks they run on.
 """
 
@@ -17,6 +19,7 @@ import torch
 
 from interlace.collectives import Group, all_gather, sum_scalars
 from interlace.collectives.handle import now
+from interlace.models.decoder import Decoder
 from interlace.parallel import norm as norms
 from interlace.parallel.data import DataParallel
 from interlace.parallel.stages import StagedParallel
@@ -28,13 +31,15 @@ from interlace.train.data import IGNORED, Batch
 class StepResult:
     """`loss`: mean over the step's `labels` valid labels, `part` this rank's share of it; `grad_norm`: before clipping.
 
-    0-d tensors on the device.
+    0-d tensors on the device.  `loads`: of every layer here, how often each expert was chosen in the global batch, and
+    how many of these choices were dropped, int64 [L X+1]; None without experts.
     """
 
     loss: torch.Tensor
     grad_norm: torch.Tensor
     labels: int
     part: torch.Tensor
+    loads: torch.Tensor | None = None
 
 
 def forward_backward(
@@ -46,6 +51,8 @@ def forward_backward(
     of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
     different samples.  leaves: micro-batches of the step on all ranks, dealt out in turn (`DataParallel.round`).
     """
+    if isinstance(model.module, Decoder):
+        model.module.loads.clear()  # of passes that no step came from
     if isinstance(model, StagedParallel):
         assert model.through is not None
         return model.through(micro_batches, host, dropout_key, leaves)
@@ -105,6 +112,20 @@ def update(
     return total, norm
 
 
+def steer(model: DataParallel) -> torch.Tensor | None:
+    """Moves the biases of routers, once a step, after its backward passes; `loads` of `StepResult`.  Collective.
+
+    Every data rank, those of a split sequence among them, has counted other tokens; ranks of the tensor axis have all
+    counted the same, and those of a pipeline have other layers.  Integers add up to the same in any order.
+    """
+    decoder = model.module
+    if not isinstance(decoder, Decoder) or (loads_LY := decoder.take_loads()) is None:
+        return None
+    loads_LY = sum_scalars(loads_LY.flatten(), [model.group], name="loads of experts").view_as(loads_LY)
+    decoder.steer(loads_LY)
+    return loads_LY
+
+
 def _fixed_totals(model: DataParallel, losses: torch.Tensor, leaves: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss and the sum of squares, added in an order that the number of ranks has no part in."""
     rounds, size = losses.numel(), model.group.size
@@ -129,4 +150,5 @@ def train_step(
     loss, labels = forward_backward(model, micro_batches, host, dropout_key, leaves)
     with model.group.meter.work("optimizer", "norm", model.group.device):
         total, norm = update(model, optimizer, loss, clip_norm=clip_norm, leaves=leaves)
-    return StepResult(total, norm, labels, loss.sum())
+        loads = steer(model)
+    return StepResult(total, norm, labels, loss.sum(), loads)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import tempfile
 import time
@@ -44,7 +45,7 @@ from interlace.plan.share import share
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
 from interlace.train.data import IGNORED, Dataset
-from interlace.train.step import forward_backward, train_step, update
+from interlace.train.step import forward_backward, steer, train_step, update
 from interlace.world import World
 
 TOLERANCE = 1e-5
@@ -259,6 +260,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
+    sessions.fill_buffers(decoder, values, world.device)
     decays = {parameter.name: parameter.decay for parameter in spec.parameters(model_cfg)}
     named = dict(decoder.named_parameters())
     optimizer = torch.optim.SGD(
@@ -295,8 +297,11 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             torch.nn.utils.clip_grad_norm_(decoder.parameters(), cfg.train.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        loads_LY = decoder.take_loads()
+        if loads_LY is not None:
+            decoder.steer(loads_LY)
         cursor = dataset.advance(cursor, cfg.train.global_batch)
-    _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()})
+    _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()} | dict(decoder.named_buffers()))
     return {"losses": losses, "batch": batch, "documents": documents}
 
 
@@ -339,13 +344,15 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
             found["resident"] = _resident(session)
             found["flops"] = _products(counter)
         total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip, leaves=session.leaves)
+        steer(model)
         found["losses"].append(total.item())
         if step == 1:
             found["sent"] = {}
             for (collective, _), nbytes in session.meter.sent.items():
                 found["sent"][collective] = found["sent"].get(collective, 0) + nbytes
         session.advance()
-    found["digests"]["weight"] = _collect(world, folder, "weight-plan", model.whole_parameters(), stage)
+    weights = itertools.chain(model.whole_parameters(), model.module.named_buffers())
+    found["digests"]["weight"] = _collect(world, folder, "weight-plan", weights, stage)
     gc.unfreeze()
     return found
 
@@ -498,7 +505,8 @@ def _accounts(
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
     known = expected.main + expected.copies + expected.gradients + expected.optimizer
     yield Account(rank, "bytes of all tensors", known + resident["other"], known)
-    yield Account(rank, "FLOPs of products", found["flops"], expected.flops)
+    if visits is not None or not cfg.model_config().capacity_factor:  # what is dropped is not computed
+        yield Account(rank, "FLOPs of products", found["flops"], expected.flops)
     for collective in sorted(expected.sent.keys() | found["sent"].keys()):
         yield Account(
             rank, f"bytes sent by {collective}", found["sent"].get(collective, 0), expected.sent.get(collective, 0)
