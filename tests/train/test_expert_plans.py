@@ -23,11 +23,19 @@ SMALL = ["model.num_layers=2", "model.num_experts=4", "model.expert_ffn_size=8",
 ODD = ["data.sequence_length=13", "train.global_batch=3"]
 UNEVEN = ["model.expert_ffn_size=7", "model.vocab_size=265", *ODD]
 FOUR = ["model.num_layers=4"]
+SHARED = ["model.shared_ffn_size=10", "model.shared_gate=true"]
+ROUTER = [
+    "model.router_scores=sigmoid",
+    "model.router_bias=true",
+    "model.router_bias_rate=0.01",
+    "model.router_z_loss=0.01",
+]
+ROOM = ["model.capacity_factor=1.0"]
 PLANS: dict[int, list[tuple[str, list[str]]]] = {
     2: [
         ("dp=2 ep=2", []),
-        ("dp=2 ep=2 zero=3 expert_halves=on recompute=full micro_batches=2", []),
-        ("dp=2 ep=2 zero=2 recompute=selective", [*ODD, "model.dropout=0.1"]),
+        ("dp=2 ep=2 zero=3 expert_halves=on recompute=full micro_batches=2", [*SHARED, *ROUTER]),
+        ("dp=2 ep=2 zero=2 recompute=selective", [*ODD, *ROOM, "model.dropout=0.1"]),
         ("cp=2 ep=2 zero=1", ["model.num_experts=3", *ODD]),
     ],
     3: [
@@ -41,12 +49,12 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("dp=4 ep=2 zero=3 expert_halves=on overlap=off", ["model.num_experts=5"]),
         ("dp=4 ep=2 zero=3 shard=2", []),
         ("dp=4 ep=4 zero=3 expert_halves=on", ["model.experts_per_token=1", "train.global_batch=2"]),
-        ("dp=2 ep=2 tp=2", UNEVEN),
+        ("dp=2 ep=2 tp=2 recompute=full", [*UNEVEN, *SHARED, *ROOM]),
         ("dp=2 ep=2 tp=2 zero=3 sequence=off recompute=full expert_halves=on", [*UNEVEN, "model.num_experts=3"]),
         ("cp=2 dp=2 ep=4 zero=3", [*ODD, "model.num_experts=6"]),
         ("cp=2 dp=2 ep=2 zero=2 micro_batches=2 exchange=ring", []),
         ("pp=2 ep=2 dp=2 zero=3 micro_batches=3", []),
-        ("pp=2 ep=2 dp=2 zero=2 schedule=zb-h1 micro_batches=3 expert_halves=on", []),
+        ("pp=2 ep=2 dp=2 zero=2 schedule=zb-h1 micro_batches=3 expert_halves=on", [*SHARED, *ROUTER]),
         ("pp=2 ep=2 cp=2 zero=1 schedule=zbv micro_batches=2", FOUR),
         ("pp=2 ep=2 dp=2 schedule=interleaved chunks=2 micro_batches=2 recompute=full", FOUR),
     ],

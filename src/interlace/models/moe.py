@@ -65,8 +65,7 @@ class Dispatch(nn.Module):
     def forward(
         self, x_ND: Tensor, weights_Nk: Tensor, experts_Nk: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor
     ) -> Callable[[], Tensor]:
-        mixed_ND = mix(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF, self.drops)
-        return lambda: mixed_ND
+        return lambda: mix(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF, self.drops)
 
 
 class MoE(nn.Module):
