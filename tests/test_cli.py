@@ -78,7 +78,7 @@ def file(tmp_path: Path) -> str:
         (["--parallel", "dp=2 zer=3"], r"unknown key zer in the parallel plan .*: did you mean zero\?"),
         (["--parallel", "dp=2 zero=4"], r"zero must be one of 0, 1, 2, 3, found 4"),
         (["--parallel", "dp=two"], r"dp must be .*, found .*two"),
-        (["--parallel", "dp=2 ep=2"], r"splits over ep, which this release does not execute .*nearest .*dp=2"),
+        (["--parallel", "dp=2 ep=2"], r"asks for ep=2, and the model has no experts: the nearest that works is .dp=2"),
         (["--parallel", "tp=3"], r"tp=3, which does not divide the model's 4 heads \(tp is 1, 2 or 4\): .* .dp=3"),
         (["--parallel", "dp=4 shard=3"], r"shard=3, which does not divide dp=4: the nearest that works is \"dp=4\""),
         (["--parallel", "dp=2 micro_batches=5"], r"asks for 5 micro-batches, found 4 .*: the nearest that works is"),

@@ -12,10 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interlace.collectives import Group, Meter
 from interlace.config import Config, ModelConfig, ParallelPlan, load
 from interlace.errors import PlanError
 from interlace.models.decoder import Decoder
+from interlace.models.moe import experts
 from interlace.models.vocabulary import vocabulary_loss
+from interlace.parallel.expert import ExpertAxis, SplitDispatch
 from interlace.plan.fit import check, nearest_plans
 from interlace.plan.memory import block_activations, estimate, gib, micro_batching
 from interlace.plan.stages import contradiction, table_of
@@ -115,11 +118,14 @@ def test_axes_to_come_only_extend_the_tuple(plan: str, axes: str, found: str, ne
     assert message.endswith(nearest)
 
 
-def test_experts_divide() -> None:
+def test_experts_are_dealt_out_unevenly_to_ranks_that_exist() -> None:
     experts = ("model.num_experts=6", "model.expert_ffn_size=32")
-    check(tiny("dp=4 ep=2", *experts), 4, available_axes=("dp", "ep"))
-    assert "does not divide the model's 6 experts" in refusal(tiny("dp=4 ep=4", *experts), 4, axes=("dp", "ep"))
+    for plan in ("dp=4 ep=2", "dp=4 ep=4"):  # 3 3, and 2 2 1 1
+        check(tiny(plan, *experts), 4, available_axes=("dp", "ep"))
     assert "does not divide dp x cp = 4" in refusal(tiny("dp=4 ep=3", *experts), 4, axes=("dp", "ep"))
+    message = refusal(tiny("dp=8 ep=8", *experts), 8, axes=("dp", "ep"))
+    assert "asks for ep=8, found 6 experts" in message
+    assert message.endswith('"dp=8 ep=4"')
 
 
 def test_sizes_that_no_plan_mends() -> None:
@@ -313,10 +319,18 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def saved_bytes(
-    cfg: ModelConfig, batch: int, length: int, dtype: torch.dtype, documents: bool, compiled: bool = False
+    cfg: ModelConfig,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    documents: bool,
+    compiled: bool = False,
+    dispatch: torch.nn.Module | None = None,
 ) -> int:
     """Bytes of the distinct storages that autograd keeps for one block, weights and what layers share left out."""
     model = Decoder(cfg, dtype=dtype)
+    if dispatch is not None:
+        model.blocks[0].moe.dispatch = dispatch
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     numbers = (torch.arange(length) // 5).expand(batch, length) if documents else None
@@ -363,6 +377,16 @@ def test_a_block_keeps_what_is_counted(change: dict[str, Any], documents: bool, 
     cfg = ModelConfig(**(SMALL | change))
     asked = block_activations(cfg, 2, 13, dtype.itemsize, documents=documents, device="cpu")
     assert asked == saved_bytes(cfg, 2, 13, dtype, documents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_block_whose_rows_go_to_their_experts_keeps_what_is_counted(halves: bool, dtype: torch.dtype) -> None:
+    cfg = ModelConfig(**(SMALL | EXPERTS))
+    alone = Group("ep", (0,), 0, torch.device("cpu"), Meter())
+    dispatch = SplitDispatch(ExpertAxis(alone, experts, halves), cfg.num_experts)
+    asked = block_activations(cfg, 2, 13, dtype.itemsize, device="cpu", ep=2)
+    assert asked == saved_bytes(cfg, 2, 13, dtype, False, dispatch=dispatch)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

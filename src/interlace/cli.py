@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from interlace.world import Place
 
 MOST_STEPS = 1 << 40
-AXES = ("dp", "shard", "tp", "cp", "pp")  # the axes that can be executed
+AXES = ("dp", "shard", "tp", "cp", "ep", "pp")  # the axes that can be executed
 
 app = typer.Typer(
     add_completion=False,

@@ -60,6 +60,8 @@ class ParallelPlan(Section):
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
     what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
     other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
+    `expert_halves` cuts the rows of a layer of experts in two over `ep`, so that one half travels while the other is
+    multiplied.
     """
 
     _place: ClassVar[str] = ""
@@ -82,6 +84,7 @@ class ParallelPlan(Section):
     transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
     exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"
+    expert_halves: Annotated[str, OneOf(("on", "off"))] = "off"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
-from interlace.collectives.groups import Group, Groups, make_groups, neighbours
+from interlace.collectives.groups import Group, Groups, make_groups, neighbours, strided
 from interlace.collectives.handle import Handle, Meter, Record
 from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
 from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
@@ -34,6 +34,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
+    "strided",
     "sum_scalars",
     "then",
 ]

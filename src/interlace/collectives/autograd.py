@@ -8,6 +8,7 @@
     whole     "n/tp D" -> "n D"              slice     of a gradient that every rank has in full
     columns   "n V/tp" -> "n V"              slice     of the last dimension
     agree     "n D" -> "n D", same bits      copy      of what every rank has computed alike
+    Exchange  rows to the ranks they ask for exchange  back
 
 n are the rows: all dimensions but the last, flattened.  Which of `gather` and `whole` is right hangs on who reads the
 result: ranks that each do a part of the work (their gradients add up), or all of them the same work (one is enough).
@@ -18,7 +19,7 @@ Splits are balanced, nothing has to divide.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle
-from interlace.collectives.ops import all_gather
+from interlace.collectives.ops import all_gather, all_to_all
 from interlace.collectives.ordered import all_reduce, balanced, ordered_sum, pass_on, reduce_scatter, then
 
 # --- transfers -------------------------------------------------------------------------------------------------------
@@ -211,3 +212,63 @@ class _Agree(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return grad, None
+
+
+class Exchange:
+    """Rows on their way to other ranks: `Exchange(x_RD, group, given, taken)` starts, `rows()` waits -> [sum(taken) D].
+
+    given: rows for each rank, which stand together in x in their order; taken: rows from each.  Gradients travel back
+    in the same way: they leave where backward reaches the result and are waited for where it reaches x, so that what
+    forward computes in between, backward computes in between too.  `rows` is called once.
+    """
+
+    def __init__(
+        self, x_RD: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], name: str = "exchange"
+    ) -> None:
+        self.group, self.given, self.taken, self.name = group, list(given), list(taken), name
+        self._under_way: Handle[Tensor] | None = None
+        self._token: Tensor = _Depart.apply(x_RD, self)  # type: ignore[no-untyped-call]
+
+    def rows(self) -> Tensor:
+        return _Arrive.apply(self._token, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def start(self, x_RD: Tensor, back: bool) -> None:
+        width = x_RD.shape[1]
+        send, receive = ([rows * width for rows in counts] for counts in (self.given, self.taken))
+        if back:
+            send, receive = receive, send
+        moving = all_to_all(
+            x_RD.contiguous().view(-1), self.group, send_sizes=send, receive_sizes=receive, name=self.name
+        )
+        self._under_way = Handle(lambda: moving.wait().view(-1, width))
+
+    def finish(self) -> Tensor:
+        moving, self._under_way = self._under_way, None
+        assert moving is not None, f"{self.name} has not been started"
+        return moving.wait()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.start(x, back=False)
+        return x.new_zeros(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.exchange.finish(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.exchange.start(grad, back=True)
+        return grad.new_zeros(0), None

@@ -77,8 +77,9 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     """Collective over the whole world: every rank calls it once with the same mesh.
 
     A fold that splits its axis, as `shard` and `replica` split `dp`, has groups of its own, on the axis's stream, so
-    that their transfers keep one order.  Axes of size one get no process group.  An axis that spans the world uses the
-    world's own group, so that no second communicator is made.  `timeout` in seconds bounds every transfer of a group.
+    that their transfers keep one order; but `ep`, whose rows travel beside gradients, has its own stream.  Axes of size
+    one get no process group.  An axis that spans the world uses the world's own group, so that no second communicator
+    is made, `ep` aside.  `timeout` in seconds bounds every transfer of a group.
     """
     meter = meter or Meter()
     world = tuple(range(mesh.world))
@@ -95,7 +96,7 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     for axis, size in _axes(mesh):
         ranks = mesh.peers(rank, axis)
         process_group: dist.ProcessGroup | None = None
-        if size == mesh.world and size > 1:
+        if size == mesh.world and size > 1 and axis != "ep":
             process_group = dist.group.WORLD
         elif size > 1:
             for members in mesh.groups(axis):  # every rank makes every group, in the same order
@@ -135,8 +136,29 @@ def neighbours(groups: Groups, axis: str, count: int, timeout: float, name: str 
     return mine
 
 
+def strided(groups: Groups, axis: str, count: int, timeout: float) -> Group:
+    """The ranks that stand at this one's place among their `count` neighbours along `axis`, as `neighbours` gives them.
+
+    Collective over the whole world; `count` divides the axis.
+    """
+    whole, mine = groups[axis], None
+    assert whole.size % count == 0, (whole.size, count)
+    for ranks in groups.mesh.groups(axis):
+        for first in range(count):
+            members = ranks[first::count]
+            limit = datetime.timedelta(seconds=timeout)
+            made = dist.new_group(list(members), timeout=limit) if len(members) > 1 else None
+            if groups.rank in members:
+                place = members.index(groups.rank)
+                mine = Group(axis, members, place, whole.device, whole.meter, made, whole.stream)
+    assert mine is not None
+    return mine
+
+
 def _axes(mesh: Mesh) -> Iterator[tuple[str, int]]:
-    """The axes of the mesh, and shard and replica where hybrid sharding splits the data axis."""
+    """The axes of the mesh, and both parts of the data axis where hybrid sharding, or the expert axis, splits it."""
     yield from mesh.axes
     if mesh.size("shard") > 1 and mesh.size("replica") > 1:
-        yield from ((axis, mesh.size(axis)) for axis in FOLDED)
+        yield from ((axis, mesh.size(axis)) for axis in ("shard", "replica"))
+    if mesh.size("ep") > 1:
+        yield from ((axis, mesh.size(axis)) for axis in ("ep", "edp"))

@@ -26,7 +26,7 @@ from interlace.events import BESIDE, Event
 
 T = TypeVar("T")
 
-FOLDED = {"shard": "dp", "replica": "dp"}  # parts of an axis, on its stream
+FOLDED = {"shard": "dp", "replica": "dp", "edp": "dp"}  # parts of an axis, on its stream
 
 # A moment: seconds on this host's monotonic clock, or a CUDA event that will say when the stream came past.
 Moment = float | torch.cuda.Event

@@ -13,6 +13,7 @@ token's other choices stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ class Leave(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """`mix`: rows x_ND, their weights_Nk and experts_Nk, and the three weights, all of every expert -> mixed_ND.
-    Replaced where the experts are elsewhere.
+    """`mix`: rows x_ND, their weights_Nk and experts_Nk, and the three weights, all of every expert -> what gives
+    mixed_ND when it is called, once.
+
+    Replaced where the experts are elsewhere: rows are then on their way until that call.
 
     drops: choices may have been dropped; such a one has weight 0 and X, which is no expert, as its number.
     """
@@ -61,8 +64,8 @@ class Dispatch(nn.Module):
 
     def forward(
         self, x_ND: Tensor, weights_Nk: Tensor, experts_Nk: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor
-    ) -> Tensor:
-        return mix(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF, self.drops)
+    ) -> Callable[[], Tensor]:
+        return lambda: mix(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF, self.drops)
 
 
 class MoE(nn.Module):
@@ -102,7 +105,7 @@ class MoE(nn.Module):
         return self.balanced or self.bounded
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        beside_BTD = None if self.shared is None else self._shared(self.shared, x_BTD, context)
+        own_BTD = x_BTD
         x_BTD, logits_BTX, own_BTX = self.enter(x_BTD, self._logits(x_BTD), context)
         weights_BTk, experts_BTk, scores_BTX = router.route(logits_BTX, self.rule, self.bias)
         kept_BTk = self.room(experts_BTk) if self.room is not None and self.training else None
@@ -115,7 +118,7 @@ class MoE(nn.Module):
         if kept_BTk is not None:
             weights_BTk = weights_BTk.masked_fill(~kept_BTk, 0.0)
             experts_BTk = experts_BTk.masked_fill(~kept_BTk, logits_BTX.shape[-1])
-        mixed_ND = self.dispatch(
+        mixed = self.dispatch(
             x_BTD.flatten(0, 1),
             weights_BTk.flatten(0, 1),
             experts_BTk.flatten(0, 1),
@@ -123,7 +126,8 @@ class MoE(nn.Module):
             self.up.weight,
             self.down.weight,
         )
-        mixed_BTD: Tensor = self.leave(mixed_ND.view_as(x_BTD))
+        beside_BTD = None if self.shared is None else self._shared(self.shared, own_BTD, context)
+        mixed_BTD: Tensor = self.leave(mixed().view_as(x_BTD))
         return mixed_BTD if beside_BTD is None else mixed_BTD + beside_BTD
 
     def _logits(self, x_BTD: Tensor) -> Tensor:

@@ -68,6 +68,8 @@ class DataParallel(nn.Module):
             GPUs by copy engines), or "auto": "copy" on GPUs that reach each other.
         materialise: gives initial values range by range, so that no rank ever holds the whole model.
         parts, tensor: of a module that the tensor axis has split: every parameter's part, and that axis's ranks.
+        experts: the ranks that hold the same experts, as those parts say, and `hybrid` of them: their gradients are
+            summed over these ranks alone (and divided by the number of all), and ZeRO splits them over these.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
     optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  The module's own
@@ -94,6 +96,7 @@ class DataParallel(nn.Module):
         decay: dict[str, bool] | None = None,
         parts: Mapping[str, Part] | None = None,
         tensor: Group | None = None,
+        experts: tuple[Group, tuple[Group, Group] | None] | None = None,
     ) -> None:
         super().__init__()
         if zero not in (0, 1, 2, 3):
@@ -106,6 +109,7 @@ class DataParallel(nn.Module):
             raise ConfigError(f"zero=0 repeats everything on every rank of shard={hybrid[0].size}; use zero 1, 2 or 3.")
         self.inner = hybrid[0] if hybrid else group
         self.outer = hybrid[1] if hybrid else None
+        self._experts = experts
         self.zero = zero
         self.overlap = overlap
         self.ahead = ahead if overlap else 0
@@ -125,6 +129,7 @@ class DataParallel(nn.Module):
         self.units, self.root = find_units(module, units)
         self._fill_units(compute_dtype, dims or {}, decay or {}, parts or {})
         if materialise is None:
+            assert experts is None, "experts are filled range by range"
             if any(parameter.is_meta for parameter in module.parameters()):
                 raise ConfigError("the module is on the meta device; give materialise, or build it on a real device.")
             self._agree_on_values()
@@ -233,8 +238,7 @@ class DataParallel(nn.Module):
     @property
     def counted(self) -> list[Flat]:
         """The flat runs of gradients that this rank has to count: of what several hold, the first of them does."""
-        first = self.outer is None or self.outer.rank == 0
-        return [flat for flat in self._trainable if self.group.rank == 0 or (flat.sharded and first)]
+        return [flat for flat in self._trainable if flat.is_counted]
 
     @property
     def flats(self) -> list[Flat]:
@@ -365,7 +369,9 @@ class DataParallel(nn.Module):
 
     def peer_tensors(self) -> list[torch.Tensor]:
         """What this rank sees of its peers' memory."""
-        return [peer for window in self._windows for peer in window.peers if peer is not window.peers[self.inner.rank]]
+        return [
+            peer for window in self._windows for peer in window.peers if peer is not window.peers[window.group.rank]
+        ]
 
     def spare_memory(self) -> torch.Tensor | None:
         """Memory that holds nothing until the next backward pass begins, where gradients will leave from: uint8, 1-D.
@@ -391,25 +397,33 @@ class DataParallel(nn.Module):
         self, compute_dtype: torch.dtype | None, dims: dict[str, str], decay: dict[str, bool], parts: Mapping[str, Part]
     ) -> None:
         home = homes(self.module, self.units, self.root)
-        members: dict[tuple[str, torch.dtype, bool], tuple[Unit, list[Member]]] = {}
+        members: dict[tuple[str, torch.dtype, bool, bool], tuple[Unit, list[Member]]] = {}
         for name, parameter in self.module.named_parameters():
             unit = home[id(parameter)]
-            key = (unit.name, parameter.dtype, parameter.requires_grad)
+            part = parts.get(name)
+            is_expert = part is not None and part.experts is not None
+            key = (unit.name, parameter.dtype, parameter.requires_grad, is_expert)
             letters = dims.get(name) or " ".join(f"d{i}" for i in range(parameter.dim())) or "one"
             decays = decay.get(name, parameter.dim() >= 2)
-            part = parts.get(name)
-            member = Member(name, parameter, part.slicing.dims if part else letters, decays, parameter.shape, part=part)
+            member = Member(name, parameter, part.dims if part else letters, decays, parameter.shape, part=part)
             members.setdefault(key, (unit, []))[1].append(member)
-        for (_, dtype, trainable), (unit, found) in members.items():
+        for (_, dtype, trainable, is_expert), (unit, found) in members.items():
             computing = compute_dtype if compute_dtype is not None and dtype.is_floating_point else dtype
             main = torch.promote_types(dtype, torch.float32) if trainable else computing
             label = unit.name + ("" if trainable else ".frozen") + ("" if not unit.flats else f".{len(unit.flats)}")
-            unit.flats.append(
-                Flat(label, found, self.group, self.inner, self.outer, self.zero, trainable, computing, main)
-            )
+            group, inner, outer = self._sharers(is_expert)
+            unit.flats.append(Flat(label, found, group, inner, outer, self.zero, trainable, computing, main))
         self.units = [unit for unit in self.units if unit.flats]
         for position, unit in enumerate(self.units):
             unit.position = position
+
+    def _sharers(self, is_expert: bool) -> tuple[Group, Group, Group | None]:
+        """The ranks that hold a parameter, those of them that share one copy, and those with the same shard."""
+        if not is_expert:
+            return self.group, self.inner, self.outer
+        assert self._experts is not None
+        group, hybrid = self._experts
+        return group, *(hybrid or (group, None))
 
     def _agree_on_values(self) -> None:
         """Rank 0's parameters and buffers are everyone's."""
@@ -419,16 +433,22 @@ class DataParallel(nn.Module):
 
     def _make_slots(self, distance: int) -> list[Slot]:
         """Gives each run that needs one a buffer to be gathered into: shared ones under zero=3, the root's its own."""
-        inner = [(flat, unit.position) for unit in self.units for flat in unit.flats if flat.casts]
+        placed = [(flat, unit.position) for unit in self.units for flat in unit.flats if flat.casts]
+        kinds = [[pair for pair in placed if pair[0].inner is inner] for inner in self._inners]
         root = [(flat, 0) for flat in self.root.flats if flat.casts]
         found: list[Slot] = []
-        for pairs, shared in ((inner, self.zero == 3), (root, False)):
+        for pairs, shared in (*((kind, self.zero == 3) for kind in kinds), (root, False)):
             flats, positions = [flat for flat, _ in pairs], [position for _, position in pairs]
-            distance = distance if shared and flats and flats[0].sharded else 0
-            for flat, slot in zip(flats, choose_slots(flats, positions, distance), strict=True):
+            apart = distance if shared and flats and flats[0].sharded else 0
+            for flat, slot in zip(flats, choose_slots(flats, positions, apart), strict=True):
                 flat.slot = slot
                 found += [] if slot in found else [slot]
         return found
+
+    @property
+    def _inners(self) -> list[Group]:
+        """The groups whose ranks share copies: one, or two with experts of which others hold the rest."""
+        return list(dict.fromkeys(flat.inner for flat in self.flats))
 
     def _make_windows(self, transport: str) -> None:
         """Puts what peers read into memory that they reach: gathered copies, and gradients that travel as they arose.
@@ -437,17 +457,23 @@ class DataParallel(nn.Module):
         """
         if transport not in ("auto", "library", "copy"):
             raise ConfigError(f'transport="{transport}" is none of "auto", "library" and "copy".')
-        if transport == "library" or not self.sharded or (transport == "auto" and self.inner.device.type != "cuda"):
+        if transport == "library":
             return
-        if not reach(self.inner):
+        for inner in self._inners:
+            flats = [flat for flat in self.flats if flat.inner is inner and flat.sharded]
+            if flats and (transport == "copy" or inner.device.type == "cuda"):
+                self._make_windows_over(inner, flats, transport)
+
+    def _make_windows_over(self, inner: Group, flats: Sequence[Flat], transport: str) -> None:
+        if not reach(inner):
             if transport == "copy":
                 raise ConfigError(
                     f'transport="copy" needs ranks of one host that reach each other\'s memory, and those along '
-                    f'{self.inner.axis} do not; use transport="auto".'
+                    f'{inner.axis} do not; use transport="auto".'
                 )
             return
         place = {id(flat): unit.position for unit in [*self.units, self.root] for flat in unit.flats}
-        leaving = [flat for flat in self._trainable if flat.sharded and flat.compute_dtype != flat.main_dtype]
+        leaving = [flat for flat in flats if flat.trainable and flat.compute_dtype != flat.main_dtype]
         outboxes = choose_slots(leaving, [place[id(flat)] for flat in leaving], IN_FLIGHT + 1)
         for flat, slot in zip(leaving, outboxes, strict=True):
             flat.outbox = slot
@@ -455,17 +481,17 @@ class DataParallel(nn.Module):
                 from interlace.kernels.ordered_rows import sum_rows  # needs Triton
 
                 flat.add = sum_rows
-        arriving = [flat.slot for flat in self.flats if flat.sharded and flat.slot is not None]
+        arriving = [flat.slot for flat in flats if flat.slot is not None]
         try:
             for found in (arriving, outboxes):
                 slots = [slot for number, slot in enumerate(found) if slot not in found[:number]]
-                for slot, window in zip(slots, make_windows(self.inner, [slot.nbytes for slot in slots]), strict=True):
+                for slot, window in zip(slots, make_windows(inner, [slot.nbytes for slot in slots]), strict=True):
                     slot.window = window
         except ResourceError as error:  # of every rank alike
             if transport == "copy":
                 raise
             warnings.warn(f"gradients and weights travel by the library: {error}", stacklevel=2)
-            for flat in self.flats:
+            for flat in flats:
                 flat.outbox = flat.add = None
                 if flat.slot is not None:
                     flat.slot.window = None

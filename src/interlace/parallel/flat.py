@@ -162,8 +162,8 @@ class Round:
 class Flat:
     """A run of parameters, its main weights, its place to be gathered in, and its gradients.
 
-    group: all ranks of the data axis.  inner: those that share one copy, neighbours; outer: those that hold the same
-    shard, None when `inner` are all.
+    group: all ranks of the data axis that hold it.  inner: those that share one copy, neighbours; outer: those that
+    hold the same shard, None when `inner` are all.
     """
 
     name: str
@@ -213,6 +213,11 @@ class Flat:
     @property
     def sharded(self) -> bool:
         return self.inner.size > 1 and (self.zero == 3 or (self.zero > 0 and self.trainable))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the gradients it holds: of what several hold, the first of them does."""
+        return self.group.rank == 0 or (self.sharded and (self.outer is None or self.outer.rank == 0))
 
     @property
     def own(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Group, Groups, all_gather, neighbours
+from interlace.plan.expert import held
 from interlace.plan.tensor import Slicing
 
 Values = Callable[[int, int], torch.Tensor]  # (start, stop) -> those elements of something flattened
@@ -26,6 +27,9 @@ class Part:
     be added up.  Or all have seen the same (alike): then their mean is taken, since products of the same numbers need
     not have the same bits on two ranks, and weights must.
 
+    experts: the ranks that have the other experts.  Of the slice, whose first dimension is theirs, this rank then holds
+    a range, which is one range of elements too.
+
     Elements of the whole parameter are counted slice by slice, so that a slice is one range of them; for slices of the
     first dimension that is the usual row-major order.
     """
@@ -34,6 +38,13 @@ class Part:
     group: Group
     owed: Group | None = None
     alike: bool = False
+    experts: Group | None = None
+
+    @property
+    def dims(self) -> str:
+        """The layout of the slice."""
+        dims = self.slicing.dims
+        return dims if self.experts is None else dims.replace("X", f"X/{self.experts.axis}", 1)
 
     @property
     def shape(self) -> torch.Size:
@@ -50,14 +61,33 @@ class Part:
         return self.group.rank % self.slicing.copies == 0
 
     @property
+    def own_experts(self) -> tuple[int, int]:
+        """[start, stop) of the experts that are here."""
+        X = self.shape[0]
+        return (0, X) if self.experts is None else held(X, self.experts.size, self.experts.rank)
+
+    @property
+    def each(self) -> int:
+        """Elements of one expert in the slice."""
+        return self.slicing.numel(self.group.rank) // self.shape[0]
+
+    @property
     def largest(self) -> int:
-        """Elements of the largest slice."""
-        return self.slicing.numel(0)
+        """Elements of the largest slice, of the rank with the most experts."""
+        whole = self.slicing.numel(0)
+        if self.experts is None:
+            return whole
+        return whole // self.shape[0] * held(self.shape[0], self.experts.size, 0)[1]
 
     @property
     def begin(self) -> int:
-        """The first element of the slice, counted slice by slice."""
-        return self.bound[0] * self.slicing.around
+        """The first element that is here, counted slice by slice."""
+        return self.bound[0] * self.slicing.around + self._before
+
+    @property
+    def _before(self) -> int:
+        """Elements of the slice that lie before those that are here."""
+        return 0 if self.experts is None else self.own_experts[0] * self.each
 
     def cut(self, parameter: nn.Parameter) -> nn.Parameter:
         """The slice of a whole parameter, as one of its own; also on the meta device."""
@@ -65,19 +95,23 @@ class Part:
         if self.slicing.copies < self.group.size:
             start, stop = self.bound
             local = local.narrow(self.slicing.dim, start, stop - start)
+        if self.experts is not None:
+            local = local[slice(*self.own_experts)]
         return nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
 
     def reader(self, values: Values) -> Values:
-        """The flattened slice, from the flattened whole parameter in row-major order."""
+        """What is here, flattened, from the flattened whole parameter in row-major order."""
         dim, shape = self.slicing.dim, self.shape
         if dim == 0:
             offset = self.begin
             return lambda start, stop: values(offset + start, offset + stop)
+        before = self._before
         (low, high), width, inner = self.bound, shape[dim], shape[dim + 1 :].numel()
         own, full = (high - low) * inner, width * inner
 
         def read(start: int, stop: int) -> torch.Tensor:
             parts, step = [values(0, 0)], max(1, BLOCK // full)
+            start, stop = before + start, before + stop
             for row in range(start // max(own, 1), math.ceil(stop / max(own, 1)), step):
                 last = min(row + step, math.ceil(stop / own))
                 block = values(row * full, last * full).view(last - row, width, inner)
@@ -87,8 +121,13 @@ class Part:
         return read
 
     def whole(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole parameter from every rank's slice.  Collective over `group`."""
+        """The whole parameter from every rank's slice.  Collective over `experts` and `group`."""
         copies, dim, size = self.slicing.copies, self.slicing.dim, self.group.size
+        if self.experts is not None:
+            X, ways = self.shape[0], self.experts.size
+            sizes = [self.each * (stop - start) for start, stop in (held(X, ways, rank) for rank in range(ways))]
+            flat = all_gather(local.reshape(-1).contiguous(), self.experts, sizes=sizes, name="collect experts").wait()
+            local = flat.view(X, *local.shape[1:])
         if copies == size:
             return local
         sizes = [self.slicing.numel(rank) for rank in range(size)]

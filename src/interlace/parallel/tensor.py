@@ -64,19 +64,25 @@ class Axis:
 
 
 def split_decoder(
-    decoder: nn.Module, parameters: Sequence[Parameter], axis: Axis, holders: Callable[[int], Group]
+    decoder: nn.Module,
+    parameters: Sequence[Parameter],
+    axis: Axis,
+    holders: Callable[[int], Group],
+    experts: Group | None = None,
 ) -> dict[str, Part]:
     """Splits a decoder in place, by the roles of its `parameters`, and returns every parameter's part.
 
     decoder: any with the modules that this file's docstring names; on the meta device, or with values.  holders: how
-    many neighbours -> their group, for key and value heads that several ranks hold.
+    many neighbours -> their group, for key and value heads that several ranks hold.  experts: the ranks that hold the
+    other experts, if there are any; they split what this axis leaves of each.
     """
     group = axis.group
     parts = {}
     for parameter in parameters:
         sliced = slices(parameter, group.size)
         owed = holders(sliced.copies) if sliced.copies > 1 else None
-        parts[parameter.name] = Part(sliced, group, owed, is_alike(parameter, axis.sequence))
+        others = experts if parameter.role is Role.EXPERT else None
+        parts[parameter.name] = Part(sliced, group, owed, is_alike(parameter, axis.sequence), others)
     replace_parameters(decoder, parts)
     heads = {parameter.name: parameter.shape[0] // parameter.chunk for parameter in parameters}
     for parameter in parameters:

@@ -88,7 +88,7 @@ def random_plans(
     """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
 
     Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches,
-    overlap, sequence and exchange; the rest is as in `config.plan`.
+    overlap, sequence, exchange and halves of experts; the rest is as in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -108,6 +108,7 @@ def random_plans(
             overlap=draw.choice(("on", "off")),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
+            expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
         )  # fmt: skip
         if _reason(config, cfg, plan, plan.world, available_axes) is None:
             found.setdefault(plan)
@@ -173,12 +174,10 @@ def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, ava
     if plan.ep > 1:
         if not cfg.num_experts:
             return f"asks for ep={plan.ep}, and the model has no experts"
-        if cfg.num_experts % plan.ep:
-            return f"asks for ep={plan.ep}, which does not divide the model's {cfg.num_experts} experts"
-        if cfg.capacity_factor:
-            return f"asks for ep={plan.ep} with model.capacity_factor, whose drops the expert axis does not know"
+        if plan.ep > cfg.num_experts:
+            return f"asks for ep={plan.ep}, found {cfg.num_experts} experts"
         if plan.dp * plan.cp % plan.ep:
-            return f"asks for ep={plan.ep}, which does not divide dp x cp = {plan.dp * plan.cp}"
+            return f"asks for ep={plan.ep}, which does not divide dp x cp = {plan.dp * plan.cp}, whose ranks it folds"
     return None
 
 

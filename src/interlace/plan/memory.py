@@ -34,6 +34,8 @@ from dataclasses import dataclass, fields, replace
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose
+from interlace.plan.expert import as_data as as_data_of_experts
+from interlace.plan.expert import held as held_experts
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import local_heads, slices
 from interlace.schedule import generate, read_csv, validate
@@ -207,13 +209,15 @@ def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: s
 class _Run:
     """Parameters that travel together: padded elements, the ranks that share a copy, and where the unit runs.
 
-    position -1 is the root: used by several units (a tied embedding), gathered for the whole step.
+    position -1 is the root: used by several units (a tied embedding), gathered for the whole step.  is_expert: of which
+    other ranks hold the rest.
     """
 
     position: int
     numel: int
     largest: int
     ways: int
+    is_expert: bool = False
 
     def is_split(self, zero: int) -> bool:
         return zero > 0 and self.ways > 1
@@ -233,33 +237,44 @@ def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tuple[
     dp: the ranks that share weights, those of cp among them.
     """
     places = {name: position for position, name in enumerate(units(cfg))}
-    found: dict[tuple[int, int], list[int]] = {}
+    found: dict[tuple[int, bool], list[int]] = {}
     for parameter in parameters(cfg):
         is_root = parameter.tied_to is not None
         if parameter.unit not in names and not (is_root and "head" in names):
             continue
-        ways = max(1, dp // ep) if parameter.role is Role.EXPERT and ep > 1 else dp
         position = -1 if is_root else places[parameter.unit]
-        found.setdefault((position, ways), []).append(_local_numel(parameter, tp, ep))
+        key = position, ep > 1 and parameter.role is Role.EXPERT
+        found.setdefault(key, []).append(_local_numel(parameter, tp, ep))
+    merged = ParallelPlan(dp=dp, shard=shard, ep=ep)
+    theirs = as_data_of_experts(merged)
     return tuple(
-        _Run(position, engine.cut(sizes, ways).total, max(sizes), shard if 1 < shard < ways else ways)
-        for (position, ways), sizes in sorted(found.items())
+        _Run(position, engine.cut(sizes, plan.dp).total, max(sizes), sharers(plan), is_expert)
+        for (position, is_expert), sizes in sorted(found.items())
+        for plan in (theirs if is_expert else merged,)
     )
+
+
+def sharers(plan: ParallelPlan) -> int:
+    """The ranks of the data axis that share one copy."""
+    return plan.shard if 1 < plan.shard < plan.dp else plan.dp
 
 
 def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
     """Elements of the largest slice over tp and ep."""
     numel = slices(parameter, tp).numel(0)
     if parameter.role is Role.EXPERT:
-        numel = numel // parameter.shape[0] * math.ceil(parameter.shape[0] / ep)
+        numel = numel // parameter.shape[0] * held_experts(parameter.shape[0], ep, 0)[1]
     return numel
 
 
 def _buffers(runs: Sequence[_Run], distance: int) -> int:
-    """Elements of the buffers that whole runs pass through, units so far apart sharing one."""
-    totals = [run.numel for run in runs]
-    chosen = engine.slots(totals, [run.position for run in runs], distance)
-    return sum(engine.slot_sizes(totals, chosen))
+    """Elements of the buffers that whole runs pass through, units so far apart sharing one; experts have their own."""
+    found = 0
+    for kind in ([run for run in runs if not run.is_expert], [run for run in runs if run.is_expert]):
+        totals = [run.numel for run in kind]
+        chosen = engine.slots(totals, [run.position for run in kind], distance)
+        found += sum(engine.slot_sizes(totals, chosen))
+    return found
 
 
 def _adjacent(runs: Sequence[_Run], count: int) -> int:
@@ -291,7 +306,7 @@ def _activations(
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
             cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows, plan.cp,
-            exchange,
+            exchange, plan.ep,
         )  # fmt: skip
 
     total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
@@ -300,6 +315,8 @@ def _activations(
     if exchange in ("ring", "gather"):
         total += _exchanged(cfg, plan, exchange, sequences * length, compute)
     tokens = sequences * length
+    if plan.ep > 1:  # rows on their way, where they leave from and where they arrive
+        total += 2 * tokens * cfg.experts_per_token * cfg.hidden_size * compute
     first = next((most for most, names in own if "embedding" in names), 0)
     total += first * tokens * 8  # token numbers
     total += first * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
@@ -335,16 +352,19 @@ def block_activations(
     split_rows: bool = True,
     cp: int = 1,
     exchange: str = "",
+    ep: int = 1,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
-    length: that of one rank of cp.  exchange: that of attention, where cp > 1.
+    length: that of one rank of cp.  exchange: that of attention, where cp > 1.  Over ep all experts are taken to be
+    chosen alike: a rank whose experts are chosen more often keeps more.
 
     full        the block's input
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
                 output and its log-sum per head; gate, up, silu(gate), their product (or up and gelu(up));
                 dropout masks, a byte each; experts: the same four per chosen expert, its input, its output, routing,
-                and those of a shared expert, as many choices kept as a dropless router keeps
+                over ep both orders of the rows that came; and those of a shared expert, as many choices kept as a
+                dropless router keeps
     selective   none, less what core attention keeps besides q, k, v and its output
 
     A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
@@ -368,6 +388,7 @@ def block_activations(
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
+    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 else 0
     if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
         core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
         core += 0 if recompute == "selective" else 4 * N * cfg.num_heads

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
-from interlace.plan import context, tensor
+from interlace.plan import context, expert, tensor
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.schedule.table import SENDS
-from interlace.spec import Parameter, parameters, units
+from interlace.spec import Parameter, Role, parameters, units
 
 FP32, FP64, INT64 = 4, 8, 8
 SCALARS = 16  # bytes: loss and norm, fp64, exchanged once a step
@@ -28,11 +28,15 @@ STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, wi
 
 @dataclass(frozen=True)
 class Run:
-    """The parameters of a unit in the order of its flat run; `unit` is "root" for those that several use."""
+    """The parameters of a unit in the order of its flat run; `unit` is "root" for those that several use.
+
+    is_expert: they are experts, and the axis of which others have the rest runs.
+    """
 
     unit: str
     members: tuple[Parameter, ...]
     cut: engine.Cut
+    is_expert: bool = False
 
     def over(self, axis: str) -> Layout:
         """The layout of its elements, one after another, split over `axis`."""
@@ -52,22 +56,37 @@ class Share:
 
 
 def runs(
-    cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True, held: Collection[str] | None = None
+    cfg: ModelConfig,
+    ranks: int,
+    tp: int = 1,
+    sequence: bool = True,
+    held: Collection[str] | None = None,
+    ep: int = 1,
 ) -> tuple[Run, ...]:
-    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor axis.
+    """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor and expert
+    axis.
 
-    held: the units of a rank; None = all.
+    held: the units of a rank; None = all.  ep: over how many of the `ranks` experts are split, in runs of their own.
     """
-    found: dict[str, list[Parameter]] = {unit: [] for unit in (*units(cfg), "root")}
+    found: dict[tuple[str, bool], list[Parameter]] = {(unit, False): [] for unit in units(cfg)}
+    root: list[Parameter] = []
     for parameter in parameters(cfg):
         users = {parameter.unit, "head"} if parameter.tied_to else {parameter.unit}
         if held is None or not users.isdisjoint(held):
-            found["root" if parameter.tied_to else parameter.unit].append(parameter)
-    return tuple(
-        Run(unit, tuple(members), engine.cut([tensor.slices(member, tp).numel(0) for member in members], ranks))
-        for unit, unsorted in found.items()
-        if (members := sorted(unsorted, key=lambda member: (not member.decay, tensor.kind(member, tp, sequence))))
-    )
+            key = parameter.unit, ep > 1 and parameter.role is Role.EXPERT
+            (root if parameter.tied_to else found.setdefault(key, [])).append(parameter)
+    order = {unit: place for place, unit in enumerate(units(cfg))}
+    keys = sorted(found, key=lambda key: (order[key[0]], key[1]))
+    made = []
+    for unit, is_expert, unsorted in (*((*key, found[key]) for key in keys), ("root", False, root)):
+        members = sorted(unsorted, key=lambda member: (not member.decay, tensor.kind(member, tp, sequence)))
+        most = expert.held(cfg.num_experts, ep, 0)[1] if is_expert else 1
+        each = cfg.num_experts if is_expert else 1
+        sizes = [tensor.slices(member, tp).numel(0) // each * most for member in members]
+        if members:
+            cut = engine.cut(sizes, ranks // ep if is_expert else ranks)
+            made.append(Run(unit, tuple(members), cut, is_expert))
+    return tuple(made)
 
 
 def is_hybrid(plan: ParallelPlan) -> bool:
@@ -114,14 +133,20 @@ def travels_narrow(config: Config, batch: int) -> bool:
     return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
 
 
-def share(config: Config, rank: int, batch: int, documents: context.Documents | None = None) -> Share:
+def share(
+    config: Config,
+    rank: int,
+    batch: int,
+    documents: context.Documents | None = None,
+    visits: expert.Visits | None = None,
+) -> Share:
     """The part of `rank` in a step on a global batch of `batch` sequences.
 
     documents: where documents begin in each sequence, which decides what travels along cp; None = attention does not
-    care.
+    care.  visits: how often each expert is chosen, which decides what travels along ep; None = all alike.
     """
     given = config
-    if given.plan.cp > 1:
+    if given.plan.cp > 1 or given.plan.ep > 1:
         count = micro_batch_count(given.plan, batch)
         merged = replace(context.as_data(given.plan), micro_batches=count, micro_batch_size=0)
         config = replace(config, plan=merged)
@@ -129,35 +154,28 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
     mesh = Mesh.of(plan)
     compute = 2 if config.train.precision == "bf16" else FP32
     held_here = held_units(config, rank)
-    found = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here)
-    axis = "shard" if is_hybrid(plan) else "dp"
-    is_split = plan.zero > 0 and plan.dp > 1
-    whole = sum(run.cut.total for run in found)
-    held = whole
-    if is_split:
-        held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
-    copies = 0
-    if is_split and plan.zero == 3 and plan.pp > 1:
-        copies = 0  # all are freed when the step ends
-    elif is_split and plan.zero == 3:
-        copies = compute * sum(_gathered(cfg, found))
-    elif is_split or compute != FP32:
-        copies = compute * whole
+    everything = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here, plan.ep)
+    found = tuple(run for run in everything if not run.is_expert)
+    kept = _resident(config, mesh, rank, batch, found)
     fixed = config.run.reproducible == "plan"
     states = STATES[config.train.optimizer] + (config.train.optimizer == "sgd" and config.train.momentum > 0)
-    in_place = not is_split or (plan.zero == 1 and not travels_narrow(config, batch))  # whole runs stay, with the sum
-    if fixed and is_split and not is_hybrid(plan):
-        in_place = False
-    gradients = whole if in_place else held
-    if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
-        adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
-        gradients += adding // plan.dp  # what rounds add up in
     whole_mesh, place = Mesh.of(given.plan), mesh.index(rank, "tp")
     parts = computed_parts(given.plan, whole_mesh, rank, batch, fixed)
     counts = [len(part) for part in parts]
     position = whole_mesh.index(rank, "cp")
     length = context.held(config.data.sequence_length, given.plan.cp, position)
     sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
+    rows = None
+    if plan.ep > 1:
+        theirs = tuple(run for run in everything if run.is_expert)
+        for_experts = replace(config, plan=expert.as_data(plan))
+        ours, there = expert.place(plan, rank)
+        more = _resident(for_experts, ours, there, batch, theirs)
+        kept = tuple(a + b for a, b in zip(kept, more, strict=True))
+        if for_experts.plan.dp > 1:
+            sent.update(_sent(for_experts, ours, there, batch, compute, theirs, scalars=0))
+        rows, sent["all_to_all"] = _work_of_experts(given, config, rank, batch, visits, compute)
+    main, copies, gradients = kept
     if plan.tp > 1:
         sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
         sent.update(_paid(plan, mesh, rank, found))
@@ -171,13 +189,61 @@ def share(config: Config, rank: int, batch: int, documents: context.Documents | 
         own = [part for at, part in zip(home, cut, strict=True) if at == stage] if plan.pp > 1 else [units(cfg)]
         sent.update(context.sent(given, position, counts, those, compute, own))
     return Share(
-        main=FP32 * held,
+        main=FP32 * main,
         copies=copies,
         gradients=FP32 * gradients,
-        optimizer=FP32 * states * held,
-        flops=tensor.products(cfg, plan, place, counts, length, held_here),
+        optimizer=FP32 * states * main,
+        flops=tensor.products(cfg, plan, place, counts, length, held_here, rows),
         sent=dict(sent),
     )
+
+
+def _resident(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> tuple[int, ...]:
+    """Of these runs on a rank: elements of main weights, bytes of copies, elements of gradients."""
+    plan = config.plan
+    compute = 2 if config.train.precision == "bf16" else FP32
+    axis = "shard" if is_hybrid(plan) else "dp"
+    is_split = plan.zero > 0 and plan.dp > 1
+    whole = sum(run.cut.total for run in found)
+    held = whole
+    if is_split:
+        held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
+    copies = 0
+    if is_split and plan.zero == 3 and plan.pp > 1:
+        copies = 0  # all are freed when the step ends
+    elif is_split and plan.zero == 3:
+        copies = compute * sum(_gathered(found))
+    elif is_split or compute != FP32:
+        copies = compute * whole
+    fixed = config.run.reproducible == "plan"
+    in_place = not is_split or (plan.zero == 1 and not travels_narrow(config, batch))  # whole runs stay, with the sum
+    if fixed and is_split and not is_hybrid(plan):
+        in_place = False
+    gradients = whole if in_place else held
+    if fixed and plan.dp > 1 and (plan.zero == 0 or is_hybrid(plan)):
+        adding = sum(run.cut.total for run in found if not _is_summed_elsewhere(plan, mesh, rank, run, fixed))
+        gradients += adding // plan.dp  # what rounds add up in
+    return held, copies, gradients
+
+
+def _work_of_experts(
+    given: Config, config: Config, rank: int, batch: int, visits: expert.Visits | None, compute: int
+) -> tuple[dict[str, int], int]:
+    """Rows that the experts of a rank multiply, by unit, and bytes that it sends along ep.
+
+    config: with ranks of cp as further ranks of dp; given: the run's.
+    """
+    cfg, mesh, plan = config.model_config(), Mesh.of(config.plan), given.plan
+    whole = Mesh.of(plan)
+    everyone = []
+    for peer in mesh.peers(rank, "ep"):
+        at = whole.index(peer, "cp")
+        positions = context.held(config.data.sequence_length, plan.cp, at)
+        parts = computed_parts(plan, whole, peer, batch)
+        everyone.append([(sequence, at, positions) for part in parts for sequence in part])
+    layers = [int(unit[7:]) for unit in held_units(config, rank) if unit.startswith("blocks.")]
+    done = expert.work(cfg, config.plan, mesh.index(rank, "ep"), everyone, visits, layers, compute)
+    return {f"blocks.{layer}": count for layer, count in done.rows.items()}, done.sent
 
 
 def computed_sequences(plan: ParallelPlan, mesh: Mesh, rank: int, batch: int, fixed: bool = False) -> list[int]:
@@ -274,7 +340,7 @@ def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> 
     return paid
 
 
-def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
+def _gathered(found: tuple[Run, ...]) -> Iterator[int]:
     """Elements of the buffers that hold gathered units under zero=3; the root has its own."""
     inner = [run for run in found if run.unit != "root"]
     totals = [run.cut.total for run in inner]
@@ -283,16 +349,26 @@ def _gathered(cfg: ModelConfig, found: tuple[Run, ...]) -> Iterator[int]:
     yield from (run.cut.total for run in found if run.unit == "root")
 
 
-def _sent(config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...]) -> dict[str, int]:
-    """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen."""
+def _sent(
+    config: Config,
+    mesh: Mesh,
+    rank: int,
+    batch: int,
+    compute: int,
+    found: tuple[Run, ...],
+    scalars: int = SCALARS,
+) -> dict[str, int]:
+    """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen.
+
+    scalars: bytes of what is exchanged once a step.
+    """
     plan = config.plan
     wire = 2 if config.train.reduce_dtype == "bf16" or travels_narrow(config, batch) else FP32
     fixed = config.run.reproducible == "plan"
     count = micro_batch_count(plan, batch, fixed)
-    scalars = SCALARS
     if fixed:  # a loss a round, a square sum a chunk
         scalars = FP64 * (count + sum(run.cut.total // run.cut.chunk for run in found) // plan.dp)
-    if config.model_config().num_experts:
+    if scalars and config.model_config().num_experts:
         layers = sum(run.unit.startswith("blocks.") for run in found)
         scalars += INT64 * layers * (config.model_config().num_experts + 1)  # how often each was chosen
     sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}

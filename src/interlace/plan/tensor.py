@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,10 +135,12 @@ def products(
     micro_batches: Sequence[int],
     length: int,
     held: Collection[str] | None = None,
+    expert_rows: Mapping[str, int] | None = None,
 ) -> int:
     """FLOPs of the matrix products that `rank` of the axis runs in a step.
 
     micro_batches: sequences of each, `length` positions a sequence.  held: the units that the rank has; None = all.
+    expert_rows: by unit, rows that the experts of the rank multiply; None = those of its own tokens.
     """
     table = {parameter.name.removesuffix(".weight"): parameter for parameter in parameters(cfg)}
     if cfg.tie_embeddings:
@@ -152,7 +154,8 @@ def products(
         rows = sum(_own(count * length, plan.tp, rank) if on_rows else count * length for count in micro_batches)
         elements = slices(parameter, plan.tp).numel(rank)
         if parameter.role is Role.EXPERT:
-            elements = elements // cfg.num_experts * cfg.experts_per_token
+            elements //= cfg.num_experts
+            rows = rows * cfg.experts_per_token if expert_rows is None else expert_rows[operation.unit]
         found += 2 * elements * rows * passes(cfg, operation, plan.recompute)
     return found
 

@@ -11,18 +11,20 @@ from pathlib import Path
 import torch
 
 from interlace import hf_config, random, spec
-from interlace.collectives import Groups, Meter, all_gather, make_groups, neighbours
+from interlace.collectives import Group, Groups, Meter, all_gather, make_groups, neighbours, strided
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, Vocabulary, initial_value
+from interlace.models.moe import experts
 from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
-from interlace.parallel.part import holding
+from interlace.parallel.expert import ExpertAxis, split_experts
+from interlace.parallel.part import Part, holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
-from interlace.plan import context
+from interlace.plan import context, expert
 from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.tensor import across_hosts
@@ -122,11 +124,15 @@ def build(world: World, cfg: Config) -> Session:
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
     here = {name for name, _ in decoder.named_parameters()}
     parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
-    parts = {}
+    parts: dict[str, Part] = {}
+    others = groups.by_axis.get("ep")
     if mesh.size("tp") > 1:
         plan = cfg.plan
         axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
-        parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout))
+        parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout), others)
+    if others is not None:
+        axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on")
+        parts = split_experts(decoder, parameters, axis_of_ep, groups["tp"], parts)
     model = wrap(
         decoder,
         groups["dp"],
@@ -143,6 +149,7 @@ def build(world: World, cfg: Config) -> Session:
         decay={parameter.name: parameter.decay for parameter in parameters},
         parts=parts,
         tensor=groups["tp"],
+        experts=_same_experts(cfg, groups) if others is not None else None,
     )
     if isinstance(model, StagedParallel):
         stages.attach(cfg, model_cfg, model, groups, meter)
@@ -161,6 +168,16 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def _same_experts(cfg: Config, groups: Groups) -> tuple[Group, tuple[Group, Group] | None]:
+    """The ranks that hold this one's experts; where a copy is shared by some of them, these, and those with the same
+    shard.  Collective."""
+    count = expert.inner(context.as_data(cfg.plan))
+    if not 1 < count < groups["edp"].size:
+        return groups["edp"], None
+    given = (groups, "edp", count, cfg.run.timeout)
+    return groups["edp"], (neighbours(*given), strided(*given))
 
 
 def _across_hosts(session: Session) -> str | None:

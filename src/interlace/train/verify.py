@@ -39,6 +39,8 @@ from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
+from interlace.plan.context import pieces, places
+from interlace.plan.expert import Visits
 from interlace.plan.share import share
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
@@ -162,7 +164,8 @@ def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str
             for rank, found in enumerate(ranks)
             if found["digests"][what] != ranks[rank // size * size]["digests"][what]
         ]
-    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone)]
+    visits = _visits(cfg, folder, alone["batch"]) if cfg.plan.ep > 1 else None
+    accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone, visits)]
     return Report(cfg.plan, len(alone["losses"]), tuple(differences), tuple(accounts))
 
 
@@ -268,6 +271,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         lr=cfg.train.learning_rate,
     )
     losses, batch, documents = [], 0, None
+    chosen = _record_choices(decoder)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
     for step in range(steps):
         world.status(step=step, operation="reference step")
@@ -275,6 +279,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         slices = [dataset.sequences(cursor.epoch, indices[i : i + SLICE]) for i in range(0, len(indices), SLICE)]
         labels = sum(int((part.labels_BT != IGNORED).sum()) for part in slices)
         loss = 0.0
+        chosen.clear()
         for part in slices:
             total, _ = decoder.loss(*part.to(world.device), dropout_key=sessions.dropout_key(cfg, step))
             (total / max(labels, 1)).backward()
@@ -284,6 +289,8 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             _write(folder, "gradient-reference", {n: p.grad for n, p in named.items() if p.grad is not None})
         if step == 1:
             batch = len(indices)
+            if model_cfg.num_experts:
+                _write(folder, "choices-reference", {name: torch.cat(parts) for name, parts in chosen.items()})
             if dataset.separate:
                 documents = _starts(dataset.sequences(cursor.epoch, indices).documents_BT)
         if cfg.train.clip > 0:
@@ -296,6 +303,18 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         cursor = dataset.advance(cursor, cfg.train.global_batch)
     _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()} | dict(decoder.named_buffers()))
     return {"losses": losses, "batch": batch, "documents": documents}
+
+
+def _record_choices(decoder: Decoder) -> dict[str, list[torch.Tensor]]:
+    """Filled by every forward pass: of each layer, by number, the experts chosen: [tokens k], one tensor a pass."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, module in decoder.named_modules():
+        if name.endswith(".moe.dispatch"):
+            layer = name.split(".")[1]
+            module.register_forward_pre_hook(
+                lambda module, args, layer=layer: found.setdefault(layer, []).append(args[2])
+            )
+    return found
 
 
 def _starts(documents_BT: torch.Tensor) -> list[list[int]]:
@@ -462,14 +481,31 @@ def _relative(apart: float, scale: float) -> float:
     return apart / scale if scale > 0 else (0.0 if apart == 0 else math.inf)
 
 
-def _accounts(cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any]) -> Iterator[Account]:
-    expected = share(cfg, rank, alone["batch"], alone["documents"])
+def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
+    """How often the tokens of each sequence and place along cp chose each expert in the accounted step."""
+    num_experts, cut = cfg.model_config().num_experts, pieces(cfg.data.sequence_length, cfg.plan.cp)
+    visits = []
+    with safe_open(folder / "choices-reference", "pt") as file:
+        for layer in range(cfg.model_config().num_layers):
+            chosen_BTk = file.get_tensor(str(layer)).unflatten(0, (batch, -1))
+            own = [[cut[piece] for piece in places(cfg.plan.cp, at)] for at in range(cfg.plan.cp)]
+            each = [[torch.cat([row[a:b] for a, b in ranges]).flatten() for ranges in own] for row in chosen_BTk]
+            visits.append(
+                [[part.bincount(minlength=num_experts)[:num_experts].tolist() for part in row] for row in each]
+            )
+    return visits
+
+
+def _accounts(
+    cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
+) -> Iterator[Account]:
+    expected = share(cfg, rank, alone["batch"], alone["documents"], visits)
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
     known = expected.main + expected.copies + expected.gradients + expected.optimizer
     yield Account(rank, "bytes of all tensors", known + resident["other"], known)
-    if not cfg.model_config().capacity_factor:  # what is dropped is not computed, and hangs on the data
+    if visits is not None or not cfg.model_config().capacity_factor:  # what is dropped is not computed
         yield Account(rank, "FLOPs of products", found["flops"], expected.flops)
     for collective in sorted(expected.sent.keys() | found["sent"].keys()):
         yield Account(

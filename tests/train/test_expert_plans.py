@@ -1,0 +1,167 @@
+"""Runs under the expert axis: plans against one process, norms, resume under other plans, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_verify import explain, prove
+
+import runs
+from interlace import spec
+from interlace.config import Config
+from interlace.errors import PlanError
+from interlace.plan import fit
+from interlace.plan.memory import estimate
+from interlace.train import loop
+
+Run = Callable[..., list[Any]]
+AXES = ("dp", "shard", "tp", "cp", "ep", "pp")
+SMALL = ["model.num_layers=2", "model.num_experts=4", "model.expert_ffn_size=8", "model.router_aux_loss=0.1"]
+ODD = ["data.sequence_length=13", "train.global_batch=3"]
+UNEVEN = ["model.expert_ffn_size=7", "model.vocab_size=265", *ODD]
+FOUR = ["model.num_layers=4"]
+SHARED = ["model.shared_ffn_size=10", "model.shared_gate=true"]
+ROUTER = [
+    "model.router_scores=sigmoid",
+    "model.router_bias=true",
+    "model.router_bias_rate=0.01",
+    "model.router_z_loss=0.01",
+]
+ROOM = ["model.capacity_factor=1.0"]
+PLANS: dict[int, list[tuple[str, list[str]]]] = {
+    2: [
+        ("dp=2 ep=2", []),
+        ("dp=2 ep=2 zero=3 expert_halves=on recompute=full micro_batches=2", [*SHARED, *ROUTER]),
+        ("dp=2 ep=2 zero=2 recompute=selective", [*ODD, *ROOM, "model.dropout=0.1"]),
+        ("cp=2 ep=2 zero=1", ["model.num_experts=3", *ODD]),
+    ],
+    3: [
+        ("dp=3 ep=3 zero=3 expert_halves=on", ["model.num_experts=5", "train.global_batch=2"]),
+        ("cp=3 ep=3 zero=2", ["model.num_experts=4", "data.sequence_length=7"]),
+    ],
+    4: [
+        ("dp=4 ep=4 zero=1", ["model.num_experts=6", "model.experts_per_token=3"]),
+        ("dp=4 ep=2", ODD),
+        ("dp=4 ep=2 zero=2 micro_batches=2", []),
+        ("dp=4 ep=2 zero=3 expert_halves=on overlap=off", ["model.num_experts=5"]),
+        ("dp=4 ep=2 zero=3 shard=2", []),
+        ("dp=4 ep=4 zero=3 expert_halves=on", ["model.experts_per_token=1", "train.global_batch=2"]),
+        ("dp=2 ep=2 tp=2 recompute=full", [*UNEVEN, *SHARED, *ROOM]),
+        ("dp=2 ep=2 tp=2 zero=3 sequence=off recompute=full expert_halves=on", [*UNEVEN, "model.num_experts=3"]),
+        ("cp=2 dp=2 ep=4 zero=3", [*ODD, "model.num_experts=6"]),
+        ("cp=2 dp=2 ep=2 zero=2 micro_batches=2 exchange=ring", []),
+        ("pp=2 ep=2 dp=2 zero=3 micro_batches=3", []),
+        ("pp=2 ep=2 dp=2 zero=2 schedule=zb-h1 micro_batches=3 expert_halves=on", [*SHARED, *ROUTER]),
+        ("pp=2 ep=2 cp=2 zero=1 schedule=zbv micro_batches=2", FOUR),
+        ("pp=2 ep=2 dp=2 schedule=interleaved chunks=2 micro_batches=2 recompute=full", FOUR),
+    ],
+    8: [
+        ("dp=8 ep=2 zero=3 shard=4", []),
+        ("pp=2 cp=2 tp=2 ep=2 zero=2 micro_batches=2", UNEVEN),
+        ("dp=2 cp=2 tp=2 ep=4 zero=3 expert_halves=on", []),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", PLANS)
+def test_the_expert_axis_equals_one_process(run_ranks: Run, tmp_path: Path, world: int) -> None:
+    jobs = [(runs.config(tmp_path, plan, [*SMALL, *overrides]), "none") for plan, overrides in PLANS[world]]
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+
+
+def test_every_expert_counts_once_in_the_norm(run_ranks: Run, tmp_path: Path) -> None:
+    """deepspeedai/DeepSpeed PR#8478: 4 experts on 2 ranks, squares 20 and 100; and every element 1, in every layout."""
+    uneven = [*SMALL, "model.num_experts=5"]
+    plans = ["dp=4 ep=2", "dp=4 ep=4 zero=3", "dp=2 tp=2 ep=2 zero=1", "cp=2 dp=2 ep=2 zero=2", "pp=2 dp=2 ep=2 zero=3"]
+    cfgs = [runs.config(tmp_path, plan, uneven) for plan in plans]
+    expected = spec.total_parameters(cfgs[0].model_config()) ** 0.5
+    found = run_ranks("rank_functions_train:norms_of_ones", 4, {"configs": [cfg.to_toml() for cfg in cfgs]})
+    for rank in found:
+        for cfg, (norm, largest) in zip(cfgs, rank, strict=True):
+            assert norm == pytest.approx(expected, rel=1e-12), cfg.plan
+            assert largest == pytest.approx(0.5, rel=1e-5), cfg.plan
+    two = [runs.config(tmp_path, plan, SMALL).to_toml() for plan in ("dp=2 ep=2", "dp=2 ep=2 zero=3", "dp=2")]
+    for rank in run_ranks("rank_functions_expert:norms_of_squares", 2, {"configs": two}):
+        assert rank == pytest.approx([120**0.5] * 3, rel=1e-7)
+
+
+def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_path: Path) -> None:
+    """AdamW with weight decay: saved after 2 of 4 steps under one plan, gone on with under others."""
+    steps = [*SMALL, "model.num_experts=5", "train.steps=4", "run.save_every=2", "train.weight_decay=0.1"]
+
+    def job(cfg: Config, resume: Path | None = None) -> dict[str, str]:
+        return {"config": cfg.to_toml(), "resume": str(resume or "")}
+
+    one = runs.config(tmp_path, "dp=1", steps, out="one")
+    loop.run(runs.alone(), **job(one))
+    saved = {"a": "dp=2 tp=2 ep=2 zero=3", "b": "dp=4 ep=4 zero=1", "c": "pp=2 dp=2 ep=2 expert_halves=on"}
+    cfgs = [runs.config(tmp_path, plan, steps, out=out) for out, plan in saved.items()]
+    ways = [
+        ("a", "dp=4 ep=2 zero=2"),
+        ("b", "dp=2 tp=2"),
+        ("c", "dp=2 tp=2 ep=2 sequence=off"),
+        ("one", "cp=2 dp=2 ep=4"),
+    ]
+    back = [runs.config(tmp_path, plan, steps, out=f"from-{source}") for source, plan in ways]
+    halves = [tmp_path / source / "checkpoints" / "step-2" for source, _ in ways]
+    run_ranks("rank_functions_train:train_all", 4, {"jobs": [*map(job, cfgs), *map(job, back, halves)]}, 120.0)
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in runs.metrics(one)]
+        for cfg in cfgs:
+            assert [row[key] for row in runs.metrics(cfg)] == pytest.approx(expected, rel=1e-5), (cfg.plan, key)
+        for cfg in back:
+            assert [row[key] for row in runs.metrics(cfg)] == pytest.approx(expected[2:], rel=1e-5), (cfg.plan, key)
+    assert any("ep" in row["waited"] for row in runs.metrics(cfgs[1])), "waits for rows are told by their axis"
+
+
+def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
+    overrides = [*SMALL, "model.num_layers=1", "train.steps=2"]
+    traced = runs.config(tmp_path, "dp=2 ep=2", [*overrides, "train.compile=true"], out="traced")
+    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
+    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
+    loop.run(runs.alone(), plain.to_toml(), "")
+    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("plan", "overrides", "reason", "near"),
+    [
+        ("dp=2 ep=2", ["model.num_experts=0"], "asks for ep=2, and the model has no experts", '"dp=2"'),
+        ("dp=4 ep=8", [], "asks for ep=8, found 4 experts", '"dp=4 ep=4"'),
+        ("dp=2 tp=2 ep=4", [], "asks for ep=4, which does not divide dp x cp = 2, whose ranks it folds",
+         '"dp=2 tp=2 ep=2"'),
+        ("dp=6 ep=4", [], "asks for ep=4, which does not divide dp x cp = 6", '"dp=6 ep=3"'),
+        ("dp=2 ep=2", ["run.reproducible=plan"], 'splits over ep with run.reproducible = "plan"', '"dp=2"'),
+    ],
+)  # fmt: skip
+def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, near: str) -> None:
+    cfg = runs.config(tmp_path, plan, [*SMALL, *overrides])
+    with pytest.raises(PlanError) as refused:
+        fit.check(cfg, cfg.plan.world, available_axes=AXES)
+    assert reason in str(refused.value)
+    assert str(refused.value).endswith(f"the nearest that works is {near}")
+
+
+def test_a_rank_needs_less_memory_for_fewer_experts(tmp_path: Path) -> None:
+    needs = [
+        estimate(cfg, cfg.plan, "cpu")
+        for plan in ("dp=4", "dp=4 ep=2", "dp=4 ep=4")
+        for cfg in [runs.config(tmp_path, plan, [*SMALL, "model.expert_ffn_size=200"])]
+    ]
+    assert needs[0].parameters > needs[1].parameters > needs[2].parameters
+    whole = 3 * 4 * 2 * 16 * 200 * 4  # matrices x experts x layers x D x F x bytes
+    assert needs[0].parameters - needs[2].parameters == pytest.approx(whole * 3 / 4, rel=0.02)
+    split = [runs.config(tmp_path, f"dp=4 ep={ep} zero=3", SMALL) for ep in (1, 2, 4)]
+    held = [estimate(cfg, cfg.plan, "cpu").optimizer for cfg in split]
+    assert held == pytest.approx([held[0]] * 3, rel=0.05), "ZeRO splits what ep leaves"
+
+
+def test_plans_drawn_for_a_sweep_fold_experts(tmp_path: Path) -> None:
+    cfg = runs.config(tmp_path, "dp=1", SMALL)
+    drawn = fit.random_plans(cfg, 40, seed=0, available_axes=AXES)
+    assert {plan.ep for plan in drawn} >= {1, 2, 4}
+    assert {plan.expert_halves for plan in drawn} == {"on", "off"}
