@@ -174,8 +174,6 @@ def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, ava
             return f"asks for ep={plan.ep}, and the model has no experts"
         if cfg.num_experts % plan.ep:
             return f"asks for ep={plan.ep}, which does not divide the model's {cfg.num_experts} experts"
-        if cfg.capacity_factor:
-            return f"asks for ep={plan.ep} with model.capacity_factor, whose drops the expert axis does not know"
         if plan.dp * plan.cp % plan.ep:
             return f"asks for ep={plan.ep}, which does not divide dp x cp = {plan.dp * plan.cp}"
     return None
