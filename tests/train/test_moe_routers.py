@@ -205,3 +205,18 @@ def test_compiled_blocks_tell_the_same(policy: str, monkeypatch: pytest.MonkeyPa
     plain, traced = made
     assert torch.equal(plain[2], traced[2])
     torch.testing.assert_close(traced[:2], plain[:2], rtol=0, atol=1e-9)
+
+
+def test_the_same_bits_for_every_plan(run_ranks: Run, tmp_path: Path) -> None:
+    """`run.reproducible = "plan"`: losses of routers are added in the order of micro-batches and layers, wherever."""
+    words = [*DEEPSEEK, "run.reproducible=plan", "model.capacity_factor=1.0", "train.global_batch=5"]
+    plans = {1: ["dp=1"], 2: ["dp=2 zero=3", "pp=2 zero=2"]}
+    found = []
+    for world, asked in plans.items():
+        cfgs = [runs.config(tmp_path, f"{plan} micro_batch_size=2", words) for plan in asked]
+        jobs = [{"config": cfg.to_toml(), "steps": 3} for cfg in cfgs]
+        for rank in run_ranks("rank_functions_train:bits_all", world, {"jobs": jobs}):
+            found += rank
+    assert len(found) == 5
+    assert len(set(found[0]["losses"])) == 3
+    assert all(made == found[0] for made in found[1:])
