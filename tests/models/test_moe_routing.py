@@ -1,4 +1,4 @@
-"""Routers against a loop over tokens: scores, bias, groups, losses, room; what does not count, and what no cut changes."""
+"""Routers against a loop over tokens: scores, bias, groups, losses, room; what does not count, what no cut changes."""
 
 import dataclasses
 import math

@@ -19,6 +19,10 @@ KINDS = {
     "biases": ["model.norm=layernorm", "model.activation=gelu", "model.qkv_bias=true", "model.out_bias=true",
                "model.mlp_bias=true", "model.qk_norm=true"],
     "experts": ["model.num_experts=3", "model.expert_ffn_size=24", "model.router_aux_loss=0.1"],
+    "routers": ["model.num_experts=4", "model.expert_ffn_size=24", "model.router_aux_loss=0.1",
+                "model.router_z_loss=0.1", "model.router_scores=sigmoid", "model.router_bias=true",
+                "model.router_fp32=true", "model.capacity_factor=0.8", "model.shared_ffn_size=24",
+                "model.shared_gate=true"],
     "tied": ["model.tie_embeddings=true"],
     "dropout": ["model.dropout=0.1"],
 }  # fmt: skip

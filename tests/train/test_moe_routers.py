@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_verify import explain, prove
 
 import runs
+from interlace.checkpoint import Reader
+from interlace.errors import CheckpointError
+from interlace.model_config import EXPERTS_ONLY
+from interlace.models import weights
+from interlace.serve import generate
+from interlace.train import export, loop, state
+from interlace.train import session as sessions
+from interlace.train.progress import Progress
 
 Run = Callable[..., list[Any]]
-SMALL = ["model.num_layers=2", "model.num_experts=8", "model.expert_ffn_size=6", "train.global_batch=4"]
+SMALL = [
+    "model.num_layers=2",
+    "model.num_experts=8",
+    "model.expert_ffn_size=6",
+    "train.global_batch=4",
+    "run.seed=11",  # 6, 15, 8 and 16 labels in the first step
+]
 DEEPSEEK = [
     *SMALL,
     "model.router_scores=sigmoid",
     "model.router_bias=true",
-    "model.router_bias_rate=0.05",
+    "model.router_bias_rate=0.004",
     "model.router_groups=4",
     "model.router_top_groups=2",
     "model.router_scale=2.5",
@@ -53,3 +69,105 @@ def test_every_axis_gives_the_bias_of_one_process_after_three_steps(run_ranks: R
         assert report.passed, f"{cfg.plan}\n{explain(report)}"
         names = {difference.name for difference in report.differences}
         assert ("weight of blocks.1.moe.bias" in names) == cfg.model_config().router_bias
+
+
+def test_planted_faults_of_routers(run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is found by the tensor that it makes wrong, so that the test above can fail."""
+    monkeypatch.setattr("test_verify.FUNCTIONS", "rank_functions_routers")
+    faults = {
+        ("loads_of_one_rank", "dp=2"): "weight of blocks.0.moe.bias",
+        ("moved_every_micro_batch", "dp=2 micro_batches=2"): "weight of blocks.0.moe.bias",
+        ("room_of_one_rank", "cp=2"): "gradient of blocks.0.moe.router.weight",
+        ("losses_on_every_rank", "tp=2"): "gradient of blocks.0.moe.router.weight",
+        ("mean_over_tokens", "dp=2 micro_batches=2"): "gradient of blocks.0.moe.router.weight",
+        ("padding_counts", "pp=2"): "weight of blocks.0.moe.bias",
+    }
+    jobs = [
+        (runs.config(tmp_path, plan, CAPACITY if fault == "room_of_one_rank" else DEEPSEEK), fault)
+        for fault, plan in faults
+    ]
+    for (_, fault), wrong, report in zip(jobs, faults.values(), prove(run_ranks, jobs, tmp_path), strict=True):
+        assert not report.passed, fault
+        assert wrong in [d.name for d in report.differences if not d.equal], (fault, explain(report))
+
+
+def test_runs_go_on_under_another_plan_with_their_biases(run_ranks: Run, tmp_path: Path) -> None:
+    """A bias is in the checkpoint, once; losses, biases and what the log tells of experts are those of one process."""
+    sgd = ["train.optimizer=sgd", "train.learning_rate=0.1", "train.lr_schedule=constant", "train.steps=4"]
+    words = [*DEEPSEEK, *sgd, "run.save_every=2", "model.capacity_factor=1.0"]
+    one = runs.config(tmp_path, "dp=1", words, out="one")
+    loop.run(runs.alone(), one.to_toml())
+    half = str(tmp_path / "one" / "checkpoints" / "step-2")
+    plans = {"dp": "dp=2 zero=3", "tp": "tp=2", "cp": "cp=2", "pp": "pp=2 micro_batches=2"}
+    cfgs = {name: runs.config(tmp_path, plan, words, out=name) for name, plan in plans.items()}
+    jobs = [{"config": cfg.to_toml(), "resume": half} for cfg in cfgs.values()]
+    run_ranks("rank_functions_train:train_all", 2, {"jobs": jobs})
+    names = [f"buffer/blocks.{layer}.moe.bias" for layer in range(2)]
+    expected = Reader(tmp_path / "one" / "checkpoints" / "step-4")
+    assert any(not torch.equal(expected.read(name), Reader(Path(half)).read(name)) for name in names)
+    for name, cfg in cfgs.items():
+        found = Reader(tmp_path / name / "checkpoints" / "step-4")
+        assert all(torch.equal(found.read(bias), expected.read(bias)) for bias in names), name
+        for row, other in zip(runs.metrics(cfg), runs.metrics(one)[2:], strict=True):
+            assert row["loss"] == pytest.approx(other["loss"], rel=1e-5), name
+            for key in ("busiest", "idle", "dropped"):
+                assert row[key] == pytest.approx(other[key]), (name, key)
+    assert all(0 < row["dropped"] < 0.6 and 1 < row["busiest"] < 8 for row in runs.metrics(one))
+
+
+def test_dense_runs_log_nothing_of_experts_and_dropless_ones_no_drops(tmp_path: Path) -> None:
+    for words, keys in ((["model.num_layers=1"], set()), (SMALL, {"busiest", "idle"})):
+        cfg = runs.config(tmp_path, "dp=1", [*words, "train.steps=1"], out=f"run-{len(keys)}")
+        loop.run(runs.alone(), cfg.to_toml())
+        assert runs.metrics(cfg)[0].keys() & {"busiest", "idle", "dropped"} == keys
+
+
+def test_the_line_of_a_run_tells_drops() -> None:
+    stream = io.StringIO()
+    Progress(1, stream).step({"step": 1, "loss": 2.0, "dropped": 0.031})
+    assert "dropped 3.1 %" in stream.getvalue()
+
+
+def test_checkpoints_from_before_these_keys_still_load(tmp_path: Path) -> None:
+    """A key that a checkpoint does not know has its default; one that was set since is named."""
+    cfg = runs.config(tmp_path, "dp=1", [*SMALL, "train.steps=2"])
+    loop.run(runs.alone(), cfg.to_toml())
+    folder = tmp_path / "run" / "checkpoints" / "step-2"
+    reader = Reader(folder)
+    for key in (*EXPERTS_ONLY, "router_bias_rate"):
+        del reader.meta["model"][key]
+    state._check_meta(reader, cfg)
+    for changed, word in ((["model.router_bias=true"], "router_bias"), (["model.router_scale=2"], "router_scale")):
+        with pytest.raises(CheckpointError, match=f"holds another model: {word} "):
+            state._check_meta(reader, runs.config(tmp_path, "dp=1", [*SMALL, *changed]))
+    state._check_meta(reader, runs.config(tmp_path, "dp=1", [*SMALL, "model.capacity_factor=2"]))
+
+
+def test_a_trained_bias_is_exported_and_served(tmp_path: Path) -> None:
+    """The bias comes through a checkpoint into `transformers` and into `generate.load`; logits are equal."""
+    words = [
+        *DEEPSEEK[:-2],
+        "model.qk_norm=true",
+        "model.expert_ffn_size=8",
+        "model.shared_ffn_size=16",
+        "train.steps=2",
+        "model.init_std=0.3",
+    ]
+    cfg = runs.config(tmp_path, "dp=1", words)
+    loop.run(runs.alone(), cfg.to_toml())
+    export.export(tmp_path / "run", tmp_path / "out", "fp32")
+    stored = dict(weights.load_hf(tmp_path / "out")[1])
+    served, _, _ = generate.load(tmp_path / "run", "cpu")
+    bias = served.blocks[1].moe.bias
+    assert bias.abs().max() == pytest.approx(0.008)
+    assert torch.equal(stored["blocks.1.moe.bias"], bias)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens_BT = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = theirs(tokens_BT).logits, served(tokens_BT)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    again = ["model.router_bias_rate=0.2", "model.router_z_loss=0.3", f"model.from={tmp_path / 'out'}"]
+    cfg = runs.config(tmp_path, "dp=1", [*words, *again], out="more")
+    session = sessions.build(runs.alone(), cfg)
+    assert torch.equal(session.model.module.blocks[1].moe.bias, bias)
