@@ -19,7 +19,7 @@ import rank_functions_context as contexts
 import rank_functions_train as train
 from interlace.collectives import Handle
 from interlace.collectives import autograd as dual
-from interlace.parallel import context, data, expert, flat, owed, pipeline, stages, tensor
+from interlace.parallel import context, data, expert, flat, pipeline, stages, tensor
 from interlace.parallel import split as splitting
 from interlace.parallel.part import Part
 from interlace.train import verify

@@ -1,4 +1,4 @@
-"""Faults planted along every axis: each is caught by `verify`, which names the tensor, or account, it makes wrong first.
+"""Faults planted along every axis: `verify` catches each, and names the tensor, or account, that it makes wrong first.
 
 docs/planted-faults.md is this list as a table.
 """
@@ -17,6 +17,7 @@ import rank_functions_planted as functions
 import runs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planted-faults.md"
+SPLIT_BACKWARD = "pp=2 schedule=zb-h1 micro_batches=2"
 TWO_LAYERS = ("model.num_layers=2",)
 EXPERTS = (*TWO_LAYERS, "model.num_experts=4", "model.expert_ffn_size=8")
 BALANCED = (*EXPERTS, "model.router_aux_loss=0.1")
@@ -64,7 +65,7 @@ PLANTED = (
     Planted("pp", "another_micro_batch", "pp=2 micro_batches=2", "loss of step 1"),
     Planted("pp", "tie_paid_twice", "pp=2", "gradient of embedding.weight", TIED),
     Planted("pp", "counted_by_every_stage", "pp=2", "loss of step 1"),
-    Planted("pp", "last_products_forgotten", "pp=2 schedule=zb-h1 micro_batches=2", "gradient of blocks.1.mlp.down.weight"),
+    Planted("pp", "last_products_forgotten", SPLIT_BACKWARD, "gradient of blocks.1.mlp.down.weight"),
     Planted("ep", "experts_averaged_over_ep", "dp=2 ep=2", "gradient of blocks.1.moe.down.weight", EXPERTS),
     Planted("ep", "combine_unsorted", "dp=2 ep=2", "loss of step 1", STRONG),
     Planted("ep", "rows_in_order_of_ranks", "dp=2 ep=2", "loss of step 1", STRONG),
