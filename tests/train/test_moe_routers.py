@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,13 @@ from test_verify import explain, prove
 
 import runs
 from interlace.checkpoint import Reader
+from interlace.config import loads
 from interlace.errors import CheckpointError
 from interlace.model_config import EXPERTS_ONLY
 from interlace.models import weights
+from interlace.models.decoder import Decoder, initialise
 from interlace.serve import generate
-from interlace.train import export, loop, state
+from interlace.train import export, loop, recompute, state
 from interlace.train import session as sessions
 from interlace.train.progress import Progress
 
@@ -44,6 +47,16 @@ DEEPSEEK = [
     "model.shared_gate=true",
 ]
 CAPACITY = [*SMALL, "model.capacity_factor=0.6", "model.router_z_loss=0.1", "model.shared_ffn_size=7"]
+MODEL = """
+[model]
+vocab_size = 67
+hidden_size = 16
+num_layers = 2
+num_heads = 4
+num_kv_heads = 2
+head_dim = 4
+ffn_size = 24
+"""
 ODD = ["data.sequence_length=13", "train.global_batch=5"]
 PLANS: dict[int, list[tuple[str, list[str]]]] = {
     2: [
@@ -171,3 +184,24 @@ def test_a_trained_bias_is_exported_and_served(tmp_path: Path) -> None:
     cfg = runs.config(tmp_path, "dp=1", [*words, *again], out="more")
     session = sessions.build(runs.alone(), cfg)
     assert torch.equal(session.model.module.blocks[1].moe.bias, bias)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_compiled_blocks_tell_the_same(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by torch.compile and run as traced; the second run of a block saves as many tensors as the first."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    made = []
+    for compiled in (False, True):
+        cfg = loads(MODEL, [word for word in DEEPSEEK if word.startswith("model.")]).model_config()
+        decoder = Decoder(cfg, dtype=torch.float64)
+        initialise(decoder, cfg, 0)
+        recompute.apply(decoder, policy, compiled)
+        tokens_BT, labels_BT = torch.randint(67, (2, 3, 11), generator=torch.Generator().manual_seed(0))
+        labels_BT[1, 4:] = -100
+        loss = decoder.loss(tokens_BT, labels_BT)[0]
+        loss.backward()
+        made.append((loss.detach(), [p.grad for p in decoder.parameters()], decoder.take_loads()))
+    plain, traced = made
+    assert torch.equal(plain[2], traced[2])
+    torch.testing.assert_close(traced[:2], plain[:2], rtol=0, atol=1e-9)

@@ -66,10 +66,10 @@ class Context:
         both = torch.broadcast_tensors(samples_B1, columns_1T)
         return both[0].reshape(1, -1)[:, piece], both[1].reshape(1, -1)[:, piece]
 
-    def add_routed(self, layer: str, routed: Routed) -> None:
-        """Hand what the router of one layer tells to whoever computes the loss."""
+    def add_routed(self, layer: str, load_Y: Tensor, losses_2B: Tensor | None) -> None:
+        """Hand what the router of one layer tells (`Routed`) to whoever computes the loss."""
         if self.routed is not None:
-            self.routed[layer] = routed
+            self.routed[layer] = Routed(load_Y, losses_2B)
 
     def take_routed(self) -> dict[str, Routed]:
         """All of it in layer order; afterwards the context holds, and takes, none."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from interlace.config import ModelConfig
 from interlace.models import router
-from interlace.models.layers import MLP, Context, Linear, Routed
+from interlace.models.layers import MLP, Context, Linear
 
 
 class Stacked(nn.Module):
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         if self.reads_logits:  # again when the block runs again: as many tensors are saved then
             own_scores_BTX = scores_BTX if own_BTX is logits_BTX else router.scores(own_BTX, self.rule)
             losses_2B = self._losses(load_BX, own_BTX, own_scores_BTX, context.counted_BT)
-        context.add_routed(self.layer, Routed(_with_dropped(load_BX, kept_BTk, context.counted_BT), losses_2B))
+        self.tell(context, _with_dropped(load_BX, kept_BTk, context.counted_BT), losses_2B)
         if kept_BTk is not None:
             weights_BTk = weights_BTk.masked_fill(~kept_BTk, 0.0)
             experts_BTk = experts_BTk.masked_fill(~kept_BTk, logits_BTX.shape[-1])
@@ -129,6 +129,11 @@ class MoE(nn.Module):
         beside_BTD = None if self.shared is None else self._shared(self.shared, own_BTD, context)
         mixed_BTD: Tensor = self.leave(mixed().view_as(x_BTD))
         return mixed_BTD if beside_BTD is None else mixed_BTD + beside_BTD
+
+    def tell(self, context: Context, load_Y: Tensor, losses_2B: Tensor | None) -> None:
+        """Hands on what `Routed` holds; outside of what is compiled, where a second run, from which nobody takes it,
+        would be a graph without the losses, that saves fewer tensors than the first."""
+        context.add_routed(self.layer, load_Y, losses_2B)
 
     def _logits(self, x_BTD: Tensor) -> Tensor:
         if not self.fp32:

@@ -19,13 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from interlace.models.attention import AttentionCore
 from interlace.models.decoder import Decoder
 from interlace.models.layers import Dropout
+from interlace.models.moe import MoE
 
 
 def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
     """Sets the policy ("none", "selective" or "full") on every block, and compiles blocks one by one if asked.
 
     Dropout masks stay outside of what is compiled: their key is another number in each step, which would compile
-    again, and Inductor writes no C++ for their 64-bit products.
+    again, and Inductor writes no C++ for their 64-bit products.  So does what hands on a router's load (`MoE.tell`).
     """
     for block in decoder.blocks:
         if block is None:  # another stage's
@@ -36,6 +37,8 @@ def apply(decoder: Decoder, policy: str, compiled: bool = False) -> None:
             for module in block.modules():
                 if isinstance(module, Dropout | AttentionCore):
                     module.keep = torch.compiler.disable(module.keep)  # type: ignore[method-assign]
+                if isinstance(module, MoE):
+                    module.tell = torch.compiler.disable(module.tell)  # type: ignore[method-assign]
             block.forward = torch.compile(block.forward)
         if policy == "full":
             _again(block)
