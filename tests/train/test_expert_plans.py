@@ -121,8 +121,10 @@ def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_pat
 
 
 def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    overrides = [*SMALL, "model.num_layers=1", "train.steps=2"]
-    traced = runs.config(tmp_path, "dp=2 ep=2", [*overrides, "train.compile=true"], out="traced")
+    overrides = [*SMALL, *SHARED, "model.num_layers=1", "train.steps=2"]
+    traced = runs.config(
+        tmp_path, "dp=2 ep=2 recompute=full expert_halves=on", [*overrides, "train.compile=true"], out="traced"
+    )
     plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
     run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
     loop.run(runs.alone(), plain.to_toml(), "")

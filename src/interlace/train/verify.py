@@ -138,7 +138,10 @@ def sweep(cfg: Config, plans: Sequence[ParallelPlan], steps: int, device: str = 
         for plan in plans:
             split = replace(cfg, plan=plan)
             ranks = run(UNDER_PLAN, plan.world, {"config": split.to_toml(), **argument})
-            yield judge(split, Path(name), alone, ranks)
+            report = judge(split, Path(name), alone, ranks)
+            for file in Path(name).glob("*-plan-*"):  # a plan of fewer stages would leave those of others
+                file.unlink()
+            yield report
 
 
 def verdict(report: Report) -> str:
