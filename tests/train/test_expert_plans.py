@@ -13,9 +13,11 @@ import runs
 from interlace import spec
 from interlace.config import Config
 from interlace.errors import PlanError
+from interlace.launch import run_local
 from interlace.plan import fit
 from interlace.plan.memory import estimate
-from interlace.train import loop
+from interlace.plan.share import share
+from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
 AXES = ("dp", "shard", "tp", "cp", "ep", "pp")
@@ -119,12 +121,50 @@ def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_pat
 
 
 def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    overrides = [*SMALL, "model.num_layers=1", "train.steps=2"]
-    traced = runs.config(tmp_path, "dp=2 ep=2", [*overrides, "train.compile=true"], out="traced")
+    overrides = [*SMALL, *SHARED, "model.num_layers=1", "train.steps=2"]
+    traced = runs.config(
+        tmp_path, "dp=2 ep=2 recompute=full expert_halves=on", [*overrides, "train.compile=true"], out="traced"
+    )
     plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
     run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
     loop.run(runs.alone(), plain.to_toml(), "")
     assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
+
+
+def test_bytes_of_weights_and_gradients_in_bf16(run_ranks: Run, tmp_path: Path) -> None:
+    """Along the data axis experts travel among those that hold the same; a group of one sends nothing."""
+    plans = [f"dp=4 ep={ep} zero={zero} {passes}" for ep, zero, passes in [
+        (2, 0, ""), (2, 2, "micro_batches=2"), (2, 3, ""), (4, 1, ""), (4, 3, "micro_batches=2")]]  # fmt: skip
+    cfgs = [runs.config(tmp_path, plan, [*SMALL, "train.precision=bf16"]) for plan in plans]
+    found = run_ranks("rank_functions_train:sent_by_axis", 4, {"configs": [cfg.to_toml() for cfg in cfgs]})
+    for rank, sent in enumerate(found):
+        for cfg, by_axis in zip(cfgs, sent, strict=True):
+            expected = share(cfg, rank, cfg.train.global_batch).sent
+            data = sum(nbytes for axis, nbytes in by_axis.items() if axis in ("dp", "edp"))
+            assert data == sum(nbytes for way, nbytes in expected.items() if way != "all_to_all"), cfg.plan
+            assert by_axis["ep"] > 0
+            assert ("edp" in by_axis) == (cfg.plan.ep == 2)
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "cp=2 ep=2 zero=3 expert_halves=on", "dp=2 ep=2 recompute=full zero=2"])
+def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
+    """Odd rows, experts that 2 does not divide, a shared one, choices that are dropped."""
+    cfg = runs.config(tmp_path, plan, [*SMALL, *ODD, *SHARED, *ROOM, "model.num_experts=5"])
+    report = verify.verify(cfg, 2, "cuda")
+    assert report.passed, explain(report)
+
+
+@pytest.mark.gpu2
+def test_two_gpus_train_in_bf16(tmp_path: Path) -> None:
+    """Grouped products, experts whole on their rank and copies that compute: losses near those of one GPU."""
+    sizes = ["model.hidden_size=64", "model.expert_ffn_size=64", "train.precision=bf16", "train.steps=3"]
+    found = []
+    for plan in ("dp=1", "dp=2 ep=2 zero=3 expert_halves=on"):
+        cfg = runs.config(tmp_path, plan, [*SMALL, *sizes], out=plan.replace(" ", "-"))
+        run_local("interlace.train.loop:run", cfg.plan.world, {"config": cfg.to_toml(), "resume": ""}, device="cuda")
+        found.append(runs.losses(cfg))
+    assert found[1] == pytest.approx(found[0], rel=5e-3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import rank_functions_train as functions
 import runs
 from interlace.cli import app
-from interlace.config import Config
+from interlace.config import Config, ParallelPlan
 from interlace.plan.share import runs as share_runs
 from interlace.plan.share import share
 from interlace.train import verify
@@ -233,6 +233,13 @@ def test_the_command_says_the_first_difference_and_exits_with_5(
         assert said[-1].startswith(
             'verify: "dp=2 zero=2" ' + ("does NOT equal one process" if code else "equals one process (")
         )
+
+
+@pytest.mark.ranks
+def test_a_sweep_forgets_the_stages_of_the_plan_before(tmp_path: Path) -> None:
+    plans = [ParallelPlan.parse(text) for text in ("pp=2", "dp=1")]
+    for report in verify.sweep(runs.config(tmp_path, "dp=1", ["model.num_layers=2"]), plans, 2):
+        assert report.passed, explain(report)
 
 
 def test_equality_and_accounts_have_an_edge() -> None:

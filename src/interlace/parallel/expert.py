@@ -159,12 +159,12 @@ def exchange(halves: Sequence[Rows], axis: ExpertAxis) -> list[tuple[Exchange, T
         receive_sizes=[given[group.rank].numel()] * group.size,
         name="numbers of rows",
     )
-    leaving = torch.stack([part.sum(dim=1) for part in given]).t().tolist()
+    leaving = torch.stack([part.sum(dim=1) for part in given], dim=1)
     taken = moving.wait().view(group.size, num, -1).transpose(0, 1)
-    arriving = taken.sum(dim=2).tolist()
+    known = torch.stack([leaving, taken.sum(dim=2)], dim=1).tolist()  # on the host: by half, of both ways, by rank
     return [
         (Exchange(half.rows_RD[: sum(there)], group, there, here, "dispatch"), each)
-        for half, there, here, each in zip(halves, leaving, arriving, taken, strict=True)
+        for half, (there, here), each in zip(halves, known, taken, strict=True)
     ]
 
 

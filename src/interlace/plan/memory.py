@@ -1,7 +1,7 @@
 """Bytes that a plan needs on its most loaded rank, counted as the engine holds them.
 
-Per run of n padded elements (the parameters of a unit, flat), shared by w ranks (dp, or shard), c bytes per element in
-the compute dtype:
+Per run of n padded elements (the parameters of a unit, flat; over ep its experts by themselves), shared by w ranks (dp,
+or shard; for experts those of them that hold the same), c bytes per element in the compute dtype:
 
     zero              0         1        2               3
     main weights      4 n       4 n/w    4 n/w           4 n/w         fp32

@@ -138,7 +138,10 @@ def sweep(cfg: Config, plans: Sequence[ParallelPlan], steps: int, device: str = 
         for plan in plans:
             split = replace(cfg, plan=plan)
             ranks = run(UNDER_PLAN, plan.world, {"config": split.to_toml(), **argument})
-            yield judge(split, Path(name), alone, ranks)
+            report = judge(split, Path(name), alone, ranks)
+            for file in Path(name).glob("*-plan-*"):  # a plan of fewer stages would leave those of others
+                file.unlink()
+            yield report
 
 
 def verdict(report: Report) -> str:
@@ -151,19 +154,26 @@ def verdict(report: Report) -> str:
 
 
 def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> Report:
-    """Compares what `reference` and, by rank, `under_plan` returned and left in `folder`."""
-    differences = [
+    """Compares what `reference` and, by rank, `under_plan` returned and left in `folder`.
+
+    Differences stand in the order of the run: the first loss, gradients as backward comes past their parameters, the
+    losses after it, weights.  So the first of them that is too large is nearest to where a plan goes wrong.
+    """
+    losses = [
         Difference(f"loss of step {step + 1}", _relative(abs(a - b), abs(b)))
         for step, (a, b) in enumerate(zip(ranks[0]["losses"], alone["losses"], strict=True))
     ]
+    order = [parameter.name for parameter in reversed(spec.parameters(cfg.model_config()))]
+    differences = losses[:1]
     for what in ("gradient", "weight"):
-        differences += _compare(sorted(folder.glob(f"{what}-plan*")), folder / f"{what}-reference", what)
+        differences += _compare(sorted(folder.glob(f"{what}-plan*")), folder / f"{what}-reference", what, order)
         size = len(ranks) // cfg.plan.pp
         differences += [
             Difference(f"{what}s on rank {rank}, beside rank {rank // size * size}'s", math.inf)
             for rank, found in enumerate(ranks)
             if found["digests"][what] != ranks[rank // size * size]["digests"][what]
         ]
+        differences += losses[1:] if what == "gradient" else []
     visits = _visits(cfg, folder, alone["batch"]) if cfg.plan.ep > 1 else None
     accounts = [account for rank, found in enumerate(ranks) for account in _accounts(cfg, rank, found, alone, visits)]
     return Report(cfg.plan, len(alone["losses"]), tuple(differences), tuple(accounts))
@@ -458,12 +468,14 @@ ADDED = {torch.ops.aten.addmm: _added_product, torch.ops.aten.addmm_: _added_pro
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _compare(plan: Sequence[Path], reference: Path, what: str) -> Iterator[Difference]:
-    """The tensors of all stages with the reference's; what two stages hold must have the same bits on both."""
+def _compare(plan: Sequence[Path], reference: Path, what: str, order: Sequence[str]) -> Iterator[Difference]:
+    """The tensors of all stages with the reference's, in an order of names, others behind; what two stages hold must
+    have the same bits on both."""
+    places = {name: place for place, name in enumerate(order)}
     with ExitStack() as stack:
         stages = [stack.enter_context(safe_open(path, "pt")) for path in plan]
         theirs = stack.enter_context(safe_open(reference, "pt"))
-        names = list(theirs.keys())
+        names = sorted(theirs.keys(), key=lambda name: (places.get(name, len(places)), name))
         holders = {name: [stage for stage in stages if name in set(stage.keys())] for name in names}
         missing = [name for name in names if not holders[name]]
         yield from (Difference(f"{what} of {name} (missing)", math.inf) for name in missing)
