@@ -104,6 +104,40 @@ def test_planted_faults_of_the_context_axis(run_ranks: Run, tmp_path: Path) -> N
             assert report.first_beyond is None
 
 
+ONE_KEY = ["model.sliding_window=1", "model.qk_norm=true"]
+
+
+def test_a_gradient_that_is_zero_in_theory_is_no_difference_and_a_fault_in_it_is(
+    run_ranks: Run, tmp_path: Path
+) -> None:
+    """A window of one key: what reaches q, k and their norms cancels, in another order under each plan."""
+    plans = {
+        "cp=2 exchange=ring": "none",
+        "cp=2 exchange=ulysses": "none",
+        "tp=2 cp=1": "none",
+        "cp=2 exchange=gather zero=2": "delta_a_little_off",
+        "cp=2 exchange=gather": "delta_forgotten",
+        "cp=1 dp=2": "none",
+    }
+    jobs = [(runs.config(tmp_path, plan, [*SMALL, *ONE_KEY, *ODD]), fault) for plan, fault in plans.items()]
+    zero = {
+        f"gradient of blocks.{i}.attention.{n}.weight, which is 0 but for rounding"
+        for i in range(2) for n in ("q", "k", "q_norm", "k_norm")
+    }  # fmt: skip
+    seen = set()
+    for (cfg, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed == (fault == "none"), f"{cfg.plan}\n{explain(report)}"
+        told = {d.name for d in report.differences if d.of_unit}
+        seen |= told
+        if fault == "none":
+            assert told <= zero
+            assert all(d.error < 1e-6 for d in report.differences if d.of_unit)
+        else:
+            wrong = {d.name for d in report.differences if not d.equal}
+            assert wrong & zero, (fault, wrong)
+    assert seen, "no tensor was zero in theory"
+
+
 def test_loss_and_norm_are_those_of_every_split_and_checkpoints_pass_between_them(
     run_ranks: Run, tmp_path: Path
 ) -> None:
