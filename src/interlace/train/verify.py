@@ -128,6 +128,8 @@ def sweep(cfg: Config, plans: Sequence[ParallelPlan], steps: int, device: str = 
 
         for plan in plans:
             split = replace(cfg, plan=plan)
+            for written in Path(name).glob("*-plan-*"):  # by a plan of more stages
+                written.unlink()
             ranks = run(UNDER_PLAN, plan.world, {"config": split.to_toml(), **argument})
             yield judge(split, Path(name), alone, ranks, exactly)
 
