@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -38,8 +39,10 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def run_core(axis: SequenceAxis, whole: Pattern, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
-    """Output and gradients at the positions held here."""
+def run_core(
+    axis: SequenceAxis, whole: Pattern, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, sinks: Tensor | None = None
+) -> list[Tensor]:
+    """Output and gradients at the positions held here; the sinks' added up over ranks, as the engine does."""
     pattern = SplitPattern(axis, whole)
     pattern.prepare(q.dtype, q.shape[-1])
     core = SplitCore(AttentionCore(whole.window, 0.0, "core"), axis)
@@ -47,9 +50,13 @@ def run_core(axis: SequenceAxis, whole: Pattern, q: Tensor, k: Tensor, v: Tensor
     none = torch.empty(0)
     given = Context(torch.arange(whole.batch), at, (none, none), {whole.window: pattern})  # type: ignore[dict-item]
     own = [x[:, at].clone().requires_grad_() for x in (q, k, v)]
-    out = core(*own, given)
+    logits = None if sinks is None else sinks.clone().requires_grad_()
+    out = core(*own, given, logits)
     out.backward(weight[:, at])
-    return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+    found = [out.detach(), *(x.grad for x in own if x.grad is not None)]
+    if logits is not None and logits.grad is not None:
+        found.append(sum_scalars(logits.grad, [axis.group]))
+    return found
 
 
 def attend(world: World, cases: list[dict[str, Any]]) -> None:
@@ -60,18 +67,20 @@ def attend(world: World, cases: list[dict[str, Any]]) -> None:
         heads, kv_heads = case.get("heads", (12, 12))
         documents_BT = None if documents is None else torch.tensor(documents)
         batch = 2 if documents is None else len(documents)
-        whole = Pattern(batch, length, CPU, documents_BT, window)
+        whole = Pattern(batch, length, CPU, documents_BT, window, case.get("sink_tokens", 0))
         q, k, v = (seeded(batch, length, n, 3, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+        sinks = [seeded(heads, seed=8)] if case.get("sinks") else []
         weight = seeded(batch, length, heads, 3, seed=9)
-        own = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention(*own, whole)
+        own = [x.clone().requires_grad_() for x in (q, k, v, *sinks)]
+        out = attention(*own[:3], whole, sinks_H=own[3] if sinks else None)
         out.backward(weight)
         expected = [out.detach(), *(x.grad for x in own if x.grad is not None)]
         for exchange in EXCHANGES:
             axis = SequenceAxis(group, length, exchange)
-            found = run_core(axis, whole, q, k, v, weight)
-            for what, a, b in zip(("out", "q", "k", "v"), found, expected, strict=True):
-                apart = (a - b[:, axis.columns()]).abs().max() / b.abs().max().clamp(min=1.0)  # q's are 0, window 1
+            found = run_core(axis, whole, q, k, v, weight, *sinks)
+            for what, a, b in zip(("out", "q", "k", "v", "sinks")[: len(expected)], found, expected, strict=True):
+                held = b if what == "sinks" else b[:, axis.columns()]
+                apart = (a - held).abs().max() / b.abs().max().clamp(min=1.0)  # q's are 0, window 1
                 assert apart <= 1e-12, (exchange, what, apart, case)
 
 
@@ -80,7 +89,7 @@ def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int,
     group, found = group_of(world), []
     for case in cases:
         documents_BT = None if case["documents"] is None else torch.tensor([case["documents"]])
-        whole = Pattern(1, case["length"], CPU, documents_BT, case["window"])
+        whole = Pattern(1, case["length"], CPU, documents_BT, case["window"], case.get("sink_tokens", 0))
         q, k, v, weight = (seeded(1, case["length"], 2, 3, seed=i) for i in range(4))
         counts = []
         for exchange in ("ring", "gather"):
@@ -144,6 +153,7 @@ def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[li
             vocab_size=17, hidden_size=8, num_layers=case.get("layers", 1), num_heads=4, num_kv_heads=2, head_dim=4,
             ffn_size=12, sliding_window=case.get("window"),
             window_layers=tuple(case["window_layers"]) if "window_layers" in case else None,
+            sink_tokens=case.get("sink_tokens", 0), attention_sinks=case.get("sinks", False),
         )  # fmt: skip
         documents_BT = None if case["documents"] is None else torch.tensor([case["documents"]])
         length = case["length"]
@@ -179,11 +189,12 @@ def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[li
 
 
 def kept(world: World, length: int) -> list[tuple[int, int]]:
-    """Bytes that autograd keeps of one block, by exchange and with documents or without, beside those counted."""
+    """Bytes that autograd keeps of one block, by exchange, documents or not, and sinks, beside those counted."""
     group, found = group_of(world), []
     cfg = ModelConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24)
     for exchange in EXCHANGES:
-        for separate in (False, True):
+        for separate, sunk in ((False, False), (True, False), (True, True)):
+            cfg = dataclasses.replace(cfg, attention_sinks=sunk)
             decoder = Decoder(cfg)
             initialise(decoder, cfg, 0)
             axis = SequenceAxis(group, length, exchange)
@@ -233,6 +244,54 @@ def keys_paid_twice(rank: int) -> Any:
     return mock.patch.object(context.Blocks, "give_back", give_back)
 
 
+def sink_twice(rank: int) -> Any:
+    """A sink joins the result of the last rank's queries twice."""
+    plain = context.sink
+
+    def sink(*arguments: Any) -> None:
+        for _ in range(1 + rank):
+            plain(*arguments)
+
+    return mock.patch.object(context, "sink", sink)
+
+
+def sinks_of_the_first_heads(rank: int) -> Any:
+    """Every rank attends to its heads with the sinks of the first ones."""
+    plain = AttentionCore.forward
+
+    def forward(self: AttentionCore, q: Tensor, k: Tensor, v: Tensor, given: Any, sinks: Tensor | None = None) -> Any:
+        assert sinks is not None
+        whole = sinks._base if sinks._base is not None else sinks
+        return plain(self, q, k, v, given, whole[: len(sinks)])
+
+    return mock.patch.object(AttentionCore, "forward", forward)
+
+
+def _delta(factor: float) -> Any:
+    """What softmax's backward takes away from every probability's gradient is not right on the first rank."""
+    plain = context.backward
+
+    def backward(*given: Any) -> Any:
+        grad, q, k, v, out, logs, delta, *rest = given
+        return plain(grad, q, k, v, out, logs, factor * delta, *rest)
+
+    return mock.patch.object(context, "backward", backward)
+
+
+def delta_forgotten(rank: int) -> Any:
+    return _delta(0.0 if rank == 0 else 1.0)
+
+
+def delta_a_little_off(rank: int) -> Any:
+    return _delta(0.999 if rank == 0 else 1.0)
+
+
+def gradient_of_own_sinks(rank: int) -> Any:
+    """The sinks' gradient of the other rank's queries is lost."""
+    plain = context.sink_gradient
+    return mock.patch.object(context, "sink_gradient", lambda *given: plain(*given) * float(rank == 0))
+
+
 def swapped_pieces(rank: int) -> Any:
     """A rank takes its two pieces in the wrong order."""
     plain = SequenceAxis.columns
@@ -265,7 +324,9 @@ def needless_sends(rank: int) -> Iterator[None]:
         yield
 
 
-FAULTS = {f.__name__: f for f in (block_skipped, keys_paid_twice, swapped_pieces, causal_alone, needless_sends)}
+_ALL = (block_skipped, keys_paid_twice, swapped_pieces, causal_alone, needless_sends)
+_OF_SINKS = (sink_twice, sinks_of_the_first_heads, gradient_of_own_sinks)
+FAULTS = {f.__name__: f for f in (*_ALL, *_OF_SINKS, delta_forgotten, delta_a_little_off)}
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

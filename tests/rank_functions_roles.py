@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -139,7 +140,42 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("nothing", lambda: split_own(Biased, {}))
     attempt("name", lambda: split_own(Biased, {"upp": Role.COLUMN}))
     attempt("dropout", lambda: split_own(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"0": Role.COLUMN}))
+    attempt("no row", lambda: split_own(Gated, {"[ab]": Role.COLUMN})(seeded(3, 5).float()))
+    attempt("no column", lambda: split_own(Gated, {"down": Role.ROW})(seeded(3, 5).float()))
+    attempt("one of two", lambda: split_own(Gated, {"a": Role.COLUMN, "down": Role.ROW})(seeded(3, 5).float()))
+    attempt("two columns", lambda: split_own(Biased, {"up": Role.COLUMN, "down": Role.COLUMN})(seeded(3, 5).float()))
+    attempt("heads", lambda: split_own(Headed, {"q": (Role.COLUMN, 3), "out": (Role.ROW, 3)})(seeded(2, 5, 8).float()))
+    cut = {"[qkv]": (Role.COLUMN, 3), "out": Role.ROW}
+    attempt("cuts", lambda: split_own(Headed, cut)(seeded(2, 5, 8).float()))
+    three = {"0": Role.COLUMN, "1": Role.ROW}
+    attempt("a square", lambda: split_own(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), three)(x56()))
+    attempt("another fault", lambda: other_fault(split_own(Gated, {"[ab]": Role.COLUMN, "down": Role.ROW})))
     return said
+
+
+def x56() -> Tensor:
+    return seeded(5, 6).float()
+
+
+def other_fault(model: Any) -> None:
+    """What has nothing to do with roles is told as it is; and the watch goes when the module has run."""
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(seeded(3, 4).float())
+    model(seeded(3, 5).float())
+    assert "forward" not in vars(model.module)
+    assert not any(inner._forward_pre_hooks for inner in model.module.modules() if isinstance(inner, nn.Linear))
+
+
+class Headed(nn.Module):
+    """Three heads of three features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (*(nn.Linear(8, 9) for _ in range(3)), nn.Linear(9, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, 3)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        return self.out(((q @ k.mT).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
 
 
 class Gated(nn.Module):

@@ -68,7 +68,7 @@ def test_of_two_runs_in_one_folder_one_is_refused_and_nothing_is_lost(tmp_path: 
 
 @pytest.mark.ranks
 def test_the_verdict_of_verify_survives_a_reader_that_left(tmp_path: Path) -> None:
-    program = "from interlace.train import verify; verify.TOLERANCE = -1.0; from interlace.cli import main; main()"
+    program = "from interlace.train import difference as d; d.TOLERANCE = -1.0; from interlace.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     reader, writer = os.pipe()
     os.close(reader)

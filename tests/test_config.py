@@ -66,6 +66,8 @@ dims = st.fixed_dictionaries(
         "rope_scaling": st.none() | scalings,
         "sliding_window": st.none() | positive,
         "window_layers": st.none() | st.lists(count, max_size=4).map(tuple),
+        "attention_sinks": st.booleans(),
+        "sink_tokens": count,
         "tie_embeddings": st.booleans(),
         "dropout": share,
     },

@@ -448,7 +448,7 @@ def test_what_pipelines_refuse(tmp_path: Path) -> None:
     message = refusal(tiny(f"pp=4 micro_batches=2 schedule={file}"), 4, axes=("dp", "pp"))
     assert f"asks for pp=4, found pp=2 in {file}" in message
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n")
-    with pytest.raises(PlanError, match=r"own.csv: rank 1 never runs 1B1; add it"):
+    with pytest.raises(PlanError, match=r"own.csv, line 2: rank 1 never runs 1B1; add it"):
         check(tiny(f"pp=2 micro_batches=2 schedule={file}"), 2, available_axes=("dp", "pp"))
 
 

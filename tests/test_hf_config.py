@@ -258,6 +258,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"activation": "gelu"}, "activation = gelu"),
         ({"qkv_bias": True}, "qkv_bias = true with out_bias = false"),
         ({"sliding_window": 8}, "sliding_window = 8"),
+        ({"attention_sinks": True}, "attention_sinks = true"),
+        ({"qk_norm": True, "sliding_window": 8, "sink_tokens": 2}, "sink_tokens = 2"),
         ({"num_experts": 4, "expert_ffn_size": 8, "norm_topk": False}, "norm_topk = false"),
         ({"qk_norm": True, "mlp_bias": True}, "mlp_bias = true"),
         (EXPERTS | {"router_scale": 2.0}, "the nearest model type, mixtral, has no router_scale = 2"),

@@ -34,6 +34,7 @@ VARIANTS = {
     "biases": changed(qkv_bias=True, out_bias=True, mlp_bias=True),
     "qk_norm": changed(qk_norm=True),
     "gelu": changed(norm="layernorm", activation="gelu", mlp_bias=True),
+    "sinks": changed(attention_sinks=True, sliding_window=5, sink_tokens=2),
     "experts": changed(num_experts=4, experts_per_token=2, expert_ffn_size=12),
     "shared experts": changed(
         num_experts=4, experts_per_token=2, expert_ffn_size=12, router_bias=True, shared_ffn_size=20, shared_gate=True
@@ -95,6 +96,7 @@ def test_roles_dims_and_units(name: str) -> None:
         "V": cfg.vocab_size,
         "D": cfg.hidden_size,
         "E": cfg.head_dim,
+        "H": cfg.num_heads,
         "X": cfg.num_experts,
         "F": cfg.expert_ffn_size if cfg.num_experts else cfg.ffn_size,
     }
@@ -107,6 +109,7 @@ def test_roles_dims_and_units(name: str) -> None:
         assert parameter.name.startswith(parameter.unit + ".")
         assert parameter.decay == (len(parameter.shape) > 1)
         assert parameter.init == ("normal" if parameter.decay else parameter.init)
+        assert letters["H"] == parameter.numel if parameter.role is Role.HEAD else True
     roles = {parameter.name: parameter.role for parameter in spec.parameters(cfg)}
     assert roles["embedding.weight"] is Role.VOCAB
     assert roles["blocks.1.attention.k.weight"] is Role.COLUMN

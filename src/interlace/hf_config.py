@@ -398,6 +398,8 @@ def _model_type(cfg: ModelConfig) -> str:
         (kind != "llama" and cfg.mlp_bias, "mlp_bias = True"),
         (kind == "llama" and cfg.sliding_window is not None, f"sliding_window = {cfg.sliding_window}"),
         (kind in ("mixtral", "qwen3_moe") and cfg.window_layers is not None, "window_layers"),
+        (cfg.attention_sinks, "attention_sinks = True"),
+        (cfg.sink_tokens > 0, f"sink_tokens = {cfg.sink_tokens}"),
     )
     for holds, found in reasons:
         if holds:

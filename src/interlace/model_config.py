@@ -80,7 +80,9 @@ class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
     `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
-    every layer once `sliding_window` (positions seen, itself included) is set.
+    every layer once `sliding_window` (positions seen, itself included) is set.  `attention_sinks` gives each head a
+    learned logit in its softmax's denominator; with `sink_tokens` the first so many positions of a document stay
+    visible beyond the window.
 
     A router chooses by `router_scores` of its logits ("softmax" or "sigmoid"; `router_fp32`: a product in fp32), with
     `router_bias` plus a bias that moves by `router_bias_rate` a step towards even loads, inside the best
@@ -111,6 +113,8 @@ class ModelConfig(Section):
     max_positions: Positive = 2048
     sliding_window: Positive | None = None
     window_layers: tuple[Count, ...] | None = None
+    attention_sinks: bool = False
+    sink_tokens: Count = 0
     tie_embeddings: bool = False
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
@@ -152,6 +156,11 @@ class ModelConfig(Section):
             self._check_dense()
         if self.window_layers is not None:
             self._check_windows(self.window_layers)
+        if self.sink_tokens and self.sliding_window is None:
+            raise ConfigError(
+                f"model.sink_tokens {self.sink_tokens} needs model.sliding_window, found none: without a window every "
+                "position before a query is seen"
+            )
 
     def _check_experts(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -214,6 +223,6 @@ class ModelConfig(Section):
         return self.router_aux_loss > 0.0 or self.router_z_loss > 0.0
 
     def window(self, layer: int) -> int | None:
-        """Positions that a query of this layer sees at most, itself included; None = all before it."""
+        """Positions up to its own that a query of this layer sees, besides `sink_tokens`; None = all before it."""
         windowed = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if windowed else None

@@ -5,7 +5,7 @@ may be split: `parallel` swaps modules by them, `plan` prices by them.
 
 FLOPs count one multiply-add as 2.  Only matrix products count: norms, activations, rotary positions, softmax and the
 embedding's look-up are none.  Attention is counted under a named convention, per query position of a document of
-length L (sequence length T without documents) and window w, with m = min(L, w):
+length L (sequence length T without documents), window w and n sink tokens, with m = min(L, w + n):
 
     full    4 H E m               every key of the window, future ones included
     causal  4 H E (m - m^2 / 2L)  half of it where m = L: the triangle's area, its diagonal counted half
@@ -31,6 +31,7 @@ class Role(StrEnum):
     COLUMN = "column"  # output rows split: [N M] -> "N/tp M", its bias "N/tp"
     ROW = "row"  # input columns split: [N M] -> "N M/tp", output owed +tp
     VOCAB = "vocab"  # rows over the vocabulary: embedding and output head
+    HEAD = "head"  # a number for each query head, split with them
     NORM = "norm"  # whole on every rank; used on split positions or heads, so its gradient is owed +tp
     BIAS = "bias"  # bias of a row-split product: whole, added once after the sum
     ROUTER = "router"  # whole on every rank; also the gate of a shared expert
@@ -141,6 +142,8 @@ def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
     residual_std = std / (2 * cfg.num_layers) ** 0.5  # 2 L terms add up on the residual stream, GPT-2's rule
 
     yield from _norm(f"{unit}.attention_norm", D, "D", unit, bias=layernorm)
+    if cfg.attention_sinks:
+        yield Parameter(f"{unit}.attention.sinks", (cfg.num_heads,), Role.HEAD, "H", unit, False, "normal", std)
     for name, rows in (("q", N), ("k", M), ("v", M)):
         module = f"{unit}.attention.{name}"
         yield from _matrix(module, (rows, D), Role.COLUMN, "N D", unit, std, cfg.qkv_bias, cfg.head_dim)
@@ -253,7 +256,7 @@ def _attention(cfg: ModelConfig, unit: str, lengths: Sequence[int]) -> Operation
     window = cfg.window(int(unit.removeprefix("blocks.")))
     full = causal = 0.0  # keys per query, summed over the queries
     for length in lengths:
-        seen = length if window is None else min(length, window)
+        seen = length if window is None else min(length, window + cfg.sink_tokens)
         full += length * seen
         causal += length * seen - seen * seen / 2
     per_key = 4 * cfg.num_heads * cfg.head_dim / sum(lengths)

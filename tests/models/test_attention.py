@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from interlace.config import ModelConfig
+from interlace.errors import ConfigError
 from interlace.models import attention as subject
+from interlace.models import sinks
 from interlace.models.attention import Pattern, attention
 from interlace.models.decoder import Decoder, initialise
 
 CPU = torch.device("cpu")
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2], [4, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5]])
+IN_PIECES = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 1, 1, 0, 2, 2]] * 2)
 CASES = {
     "causal": (None, None),
     "documents": (DOCUMENTS, None),
@@ -20,27 +23,34 @@ CASES = {
     "documents and window": (DOCUMENTS, 3),
     "window of one": (None, 1),
     "window longer than the sequence": (None, 50),
-    "documents in pieces": (torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 1, 1, 0, 2, 2]] * 2), None),
+    "documents in pieces": (IN_PIECES, None),
+    "window and two sink tokens": (None, 4, 2),
+    "documents, window and three sink tokens": (DOCUMENTS, 2, 3),
+    "documents in pieces, window and a sink token": (IN_PIECES, 1, 1),
+    "no window and sink tokens": (None, 50, 3),
 }
 
 
-def sees(t, s, documents_T, window):
+def sees(t, s, documents_T, window, sink_tokens=0):
     """The definition, one pair at a time."""
     same = documents_T is None or documents_T[t] == documents_T[s]
-    return s <= t and same and (window is None or t - s < window)
+    place = s if documents_T is None else (documents_T[:s] == documents_T[s]).sum()
+    return s <= t and same and (window is None or t - s < window or place < sink_tokens)
 
 
-def formula(q, k, v, documents, window):
+def formula(q, k, v, documents, window, sink_tokens=0, sinks=None):
     """Attention one query at a time, float64: [B T H E]."""
     B, T, H, E = q.shape
     out = torch.zeros_like(q)
     for b in range(B):
         for t in range(T):
-            seen = [s for s in range(T) if sees(t, s, None if documents is None else documents[b], window)]
+            seen = [s for s in range(T) if sees(t, s, None if documents is None else documents[b], window, sink_tokens)]
             for h in range(H):
                 kv = h // (H // k.shape[2])
-                weights = (k[b, seen, kv] @ q[b, t, h] / E**0.5).softmax(0)
-                out[b, t, h] = weights @ v[b, seen, kv]
+                scores = k[b, seen, kv] @ q[b, t, h] / E**0.5
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[h : h + 1]))
+                out[b, t, h] = scores.softmax(0)[: len(seen)] @ v[b, seen, kv]
     return out
 
 
@@ -53,14 +63,64 @@ def qkv(heads, kv_heads, head_dim=6, batch=2, length=13, dtype=torch.float64):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (6, 2), (4, 1)])
 def test_attention_equals_the_formula(name, heads, kv_heads):
-    documents, window = CASES[name]
     q, k, v = qkv(heads, kv_heads)
-    expected = formula(q, k, v, documents, window)
-    found = attention(q, k, v, Pattern(2, 13, CPU, documents, window))
+    expected = formula(q, k, v, *CASES[name])
+    found = attention(q, k, v, Pattern(2, 13, CPU, *CASES[name]))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     weight = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad((x * weight).sum(), (q, k, v)) for x in (found, expected)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", ["fused", "null key", "written out"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_sink_is_one_more_term_of_the_denominator(name, path):
+    """Each way of computing it, with its gradients; a head whose sink takes all, and one whose takes nothing."""
+    inputs = [*qkv(6, 2), torch.tensor([0.3, -1.0, 2.0, -40.0, 40.0, 0.0], dtype=torch.float64, requires_grad=True)]
+    expected = formula(*inputs[:3], *CASES[name], sinks=inputs[3])
+    pattern = Pattern(2, 13, CPU, *CASES[name])
+    q, k, v, logits = inputs
+    if path == "null key":
+        k, v = (x.repeat_interleave(3, dim=2) for x in (k, v))
+        found = sinks.with_null_key(q, k, v, logits, pattern.mask_B1TS)
+    else:
+        keep = torch.ones(2, 6, 13, 13, dtype=torch.bool) if path == "written out" else None
+        found = attention(q, k, v, pattern, 0.0, keep, logits)
+    tolerance = 1e-6 if path == "written out" else 1e-12  # its softmax is in fp32
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    weight = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=10 * tolerance)
+
+
+def test_sinks_are_those_of_gpt_oss():
+    """`transformers`' own layer, whose weights ours takes over: the same output with a window and without."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
+
+    cfg = dataclasses.replace(
+        TINY, attention_sinks=True, qkv_bias=True, out_bias=True, sliding_window=5, window_layers=(0,)
+    )
+    theirs = transformers.GptOssConfig(
+        hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=6, sliding_window=5, num_hidden_layers=2,
+        attention_bias=True, attention_dropout=0.0,
+    )  # fmt: skip
+    theirs._attn_implementation = "eager"
+    decoder = model(**{f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)})
+    x = torch.randn(2, 13, 24, dtype=torch.float64)
+    context = decoder.context((2, 13), CPU)
+    cosine, sine = (x[:, :, 0].double().expand(2, -1, -1) for x in context.rotary)
+    for layer in range(2):
+        ours, peer = decoder.blocks[layer].attention, GptOssAttention(theirs, layer).double()
+        names = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
+        values = ours.state_dict()
+        peer.load_state_dict({
+            ".".join([names.get(n.split(".")[0], n.split(".")[0]), *n.split(".")[1:]]): t for n, t in values.items()
+        })  # fmt: skip
+        mask = torch.zeros(13, 13, dtype=torch.float64)
+        mask.masked_fill_(~context.patterns[cfg.window(layer)].mask_B1TS[0, 0], float("-inf"))
+        expected, _ = peer(x, (cosine, sine), mask[None, None])
+        torch.testing.assert_close(ours(x, context), expected, rtol=0, atol=1e-6)  # rotary angles are fp32
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,9 +134,8 @@ def test_the_written_out_path_that_keeps_everything_equals_the_fused_one(name):
 @pytest.mark.parametrize("name", CASES)
 def test_runs_describe_the_mask(name):
     """The offsets given to varlen attention say the same as the mask, or there are none."""
-    documents, window = CASES[name]
-    pattern = Pattern(2, 13, CPU, documents, window)
-    if name == "documents in pieces":
+    pattern = Pattern(2, 13, CPU, *CASES[name])
+    if name == "documents in pieces" or pattern.sink_tokens:
         assert pattern.runs is None
         return
     offsets, longest = pattern.runs
@@ -95,9 +154,9 @@ def test_runs_describe_the_mask(name):
 
 
 def test_only_a_pattern_without_documents_and_window_is_plain():
-    for name, (documents, window) in CASES.items():
-        plain = Pattern(2, 13, CPU, documents, window).plain
-        assert plain == (name in ("causal", "window longer than the sequence")), name
+    for name, case in CASES.items():
+        plain = Pattern(2, 13, CPU, *case).plain
+        assert plain == (name in ("causal", "window longer than the sequence", "no window and sink tokens")), name
 
 
 # --- through the model ---------------------------------------------------------------------------------------------
@@ -144,6 +203,21 @@ def test_a_window_reaches_as_far_as_its_layers_allow(layers, reach):
     assert moved.nonzero().max().item() == min(reach, 15)
 
 
+def test_a_window_with_sink_tokens_sees_the_first_of_its_document():
+    decoder = model(sliding_window=3, num_layers=1, sink_tokens=2)
+    tokens, documents = torch.arange(16)[None], torch.tensor([[0] * 4 + [1] * 12])
+    for at, reached in ((0, {0, 1, 2, 3}), (4, {*range(4, 16)}), (5, {*range(5, 16)}), (6, {6, 7, 8})):
+        changed = tokens.clone()
+        changed[0, at] = 30
+        moved = (decoder(tokens, None, documents) - decoder(changed, None, documents)).abs().amax(-1)[0] > 0
+        assert set(moved.nonzero().flatten().tolist()) == reached, at
+
+
+def test_sink_tokens_without_a_window_are_refused():
+    with pytest.raises(ConfigError, match="sink_tokens 2 needs"):
+        dataclasses.replace(TINY, sink_tokens=2)
+
+
 def test_attention_dropout_is_said_once_and_cut_independently():
     decoder = model(attention_dropout=0.3)
     tokens = torch.randint(0, 31, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -174,23 +248,27 @@ def test_attention_dropout_of_a_head_is_the_same_wherever_the_head_is():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu_every_path_equals_the_formula(name, dtype):
-    documents, window = CASES[name]
+def test_on_a_gpu_every_path_equals_the_formula(name, sunk, dtype):
     wide = qkv(6, 2, head_dim=16, dtype=torch.float32)
+    if sunk:
+        wide.append(torch.linspace(-2.0, 2.0, 6).requires_grad_())
     with torch.no_grad():
         for x in wide:
             x.copy_(x.to(dtype))
-    expected = formula(*(x.double() for x in wide), documents, window)
+    exact = [x.double() for x in wide]
+    logits = {"sinks": exact[3]} if sunk else {}
+    expected = formula(*exact[:3], *CASES[name], **logits)
     expected_grads = torch.autograd.grad(expected.square().sum(), wide)
-    q, k, v = (x.detach().to("cuda", dtype).requires_grad_() for x in wide)
-    pattern = Pattern(2, 13, q.device, documents, window)
-    pattern.prepare(dtype, 16)
-    found = attention(q, k, v, pattern)
-    grads = torch.autograd.grad(found.float().square().sum(), (q, k, v))
+    inputs = [x.detach().to("cuda", dtype).requires_grad_() for x in wide]
+    pattern = Pattern(2, 13, inputs[0].device, *CASES[name])
+    pattern.prepare(dtype, 16, sunk)
+    found = attention(*inputs[:3], pattern, sinks_H=inputs[3] if sunk else None)
+    grads = torch.autograd.grad(found.float().square().sum(), inputs)
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
     for a, b in zip((found, *grads), (expected, *expected_grads), strict=True):
         difference = (a.double().cpu() - b.double()).abs().max() / b.abs().max().clamp(min=1)
         assert difference < tolerance, (name, difference)
-    if dtype == torch.bfloat16 and not pattern.plain and name != "documents in pieces":
+    if dtype == torch.bfloat16 and not pattern.plain and pattern.runs is not None:
         assert "mask_B1TS" not in vars(pattern), "varlen attention was there and not taken"

@@ -29,13 +29,24 @@ MASKS: list[dict[str, Any]] = [
     {"length": 331, "window": 70},
     {"length": 331, "window": 3, "documents": [[0] * 100 + [1] * 231]},
 ]
+SUNK: list[dict[str, Any]] = [
+    {"length": 19, "sinks": True},
+    {"length": 19, "documents": SHORT, "sinks": True},
+    {"length": 17, "window": 3, "sink_tokens": 1},
+    {"length": 19, "documents": SHORT, "window": 2, "sink_tokens": 3, "sinks": True},
+    {"length": 13, "documents": FALLING, "window": 1, "sink_tokens": 2, "sinks": True},
+    {"length": 16, "documents": [CROSSING, [0] * 8 + [1] * 8], "window": 2, "sink_tokens": 2},
+    {"length": 331, "window": 3, "documents": [[0] * 40 + [1] * 291], "sink_tokens": 50, "sinks": True},
+    {"length": 331, "window": 70, "sink_tokens": 5, "sinks": True},
+]
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4])
 def test_every_exchange_is_attention(run_ranks: Run, ways: int) -> None:
     """Odd lengths, fewer key heads than ranks, documents across ranks and in several pieces, windows."""
     heads = {2: (6, 2), 3: (12, 3), 4: (12, 2)}[ways]
-    run_ranks(f"{OURS}:attend", ways, {"cases": [*MASKS, *({**case, "heads": heads} for case in MASKS)]})
+    cases = [*MASKS, *({**case, "heads": heads} for case in [*MASKS, *SUNK])]
+    run_ranks(f"{OURS}:attend", ways, {"cases": cases})
 
 
 def test_lengths_that_do_not_divide_by_twice_the_ranks(run_ranks: Run) -> None:
@@ -52,8 +63,10 @@ def test_documents_do_not_see_each_other(run_ranks: Run, ways: int) -> None:
         {"length": 16, "documents": CROSSING, "layers": 2},
         {"length": 16, "documents": None, "window": 4},
         {"length": 16, "documents": None, "window": 4, "layers": 2, "window_layers": [0]},
+        {"length": 16, "documents": CROSSING, "window": 2, "sink_tokens": 1, "sinks": True},
+        {"length": 16, "documents": None, "window": 2, "sink_tokens": 1},
     ]
-    expected = [range(8), range(3), range(4), range(16)]
+    expected = [range(8), range(3), range(4), range(16), range(3), range(16)]
     for rank in run_ranks(f"{OURS}:changed", ways, {"cases": cases}):
         for positions, by_exchange in zip(expected, rank, strict=True):
             for exchange, (alone, split) in by_exchange.items():
@@ -69,18 +82,29 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
         {"length": 15, "window": 3, "documents": None},
         {"length": 15, "window": 1, "documents": None},
         {"length": 1024, "window": 5, "documents": None},
+        {"length": 15, "window": 2, "documents": None, "sink_tokens": 3},
+        {"length": 16, "window": 2, "documents": CROSSING, "sink_tokens": 2},
+        {"length": 16, "window": 1, "documents": [0] * 9 + [1] * 7, "sink_tokens": 4},
     ]
     found = run_ranks(f"{OURS}:work", 2, {"cases": cases})
     for number, case in enumerate(cases):
         length, documents, window = case["length"], case["documents"], case["window"]
+        sink_tokens, numbers = case.get("sink_tokens", 0), documents or [0] * length
         pairs = sum(
-            t - s < (window or length) and (documents is None or documents[t] == documents[s])
+            numbers[t] == numbers[s] and (t - s < (window or length) or s - numbers.index(numbers[s]) < sink_tokens)
             for t in range(length)
             for s in range(t + 1)
         )
         starts = documents and [[t for t in range(length) if t == 0 or documents[t] != documents[t - 1]]]
-        needed = plan.seen(length, 2, window, starts)
+        needed = plan.seen(length, 2, window, starts, sink_tokens)
         cut = plan.pieces(length, 2)
+        exact = {
+            (a, b) for a in range(4) for b in range(a + 1)
+            if any(numbers[t] == numbers[s] and s <= t
+                   and (t - s < (window or length) or s - numbers.index(numbers[s]) < sink_tokens)
+                   for t in range(*cut[a]) for s in range(*cut[b]))
+        } if length < 100 else needed  # fmt: skip
+        assert needed == exact, case
         for exchange in range(2):
             counts = [rank[number][exchange] for rank in found]
             if exchange == 0:  # gather sees others' keys a head at a time

@@ -73,7 +73,7 @@ def test_a_row_bias_is_added_once(run_ranks: Run, tp: int) -> None:
 
 def test_own_modules_split_by_roles(run_ranks: Run) -> None:
     """A latent rope key that all heads share among them; and every wrong table is refused in one sentence."""
-    for said in run_ranks(f"{ROLES}:own_modules", 2):
+    for rank, said in enumerate(run_ranks(f"{ROLES}:own_modules", 2)):
         assert said["no split"].startswith("NumericsError: the gradient of attention.")
         assert said["no split"].endswith("give the module around it the role SPLIT.")
         assert said["kind"].endswith("it is a LayerNorm; give that role to nn.Linear.")
@@ -82,7 +82,28 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
         assert "roles names nothing to split" in said["nothing"]
         assert said["name"].endswith('of that name; did you mean "up"?')
         assert "1 drops with p=0.1" in said["dropout"]
+        assert said.pop("a square") == said.pop("another fault") == "nothing"
         assert "nothing" not in said.values()
+        here = 4 - rank  # of two products that belong together both are named
+        assert said["no row"] == (
+            f"ConfigError: roles makes b COLUMN, whose {here} of 7 features on this rank go to down, which has no role "
+            "and takes 7; make down ROW."
+        )
+        assert said["no column"] == (
+            f"ConfigError: roles makes down ROW, so that it takes {here} of 7 features on this rank, and b gives it "
+            "all 7; give b the role COLUMN."
+        )
+        assert said["one of two"] == (
+            f"ConfigError: roles makes a COLUMN, whose {here} of 7 features on this rank meet all 7 of b, which has no "
+            "role; give b the role COLUMN too."
+        )
+        assert said["two columns"].endswith("go to down, which is COLUMN and takes 8; make down ROW.")
+        assert "all 9" in said["heads"]  # of the second rank one head meets three, and nothing happens until out
+        assert "give v the role COLUMN" in said["heads"]
+        assert said["cuts"] == (
+            "ConfigError: roles cuts the 9 features of q (COLUMN) at 6 and those of out (ROW) at 5, since 3 and 1 stay "
+            "together; give both the same."
+        )
 
 
 def test_columns_that_read_one_tensor_share_one_sum(run_ranks: Run) -> None:

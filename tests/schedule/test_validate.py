@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import PlanError
-from interlace.schedule import Action, generate, lower, parse_csv, read_csv, validate
+from interlace.schedule import Action, Table, generate, lower, parse_csv, read_csv, validate
 
 GOOD = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1"]
 
@@ -22,7 +22,8 @@ COMPUTE = [
     ("0B0,0F0,0F1,0B1", "1F0,1B0,1F1,1B1", "rank 0 runs 0B0 before 0F0"),
     ("0F0,0F1,0W0,0I0,0B1", "1F0,1B0,1F1,1B1", "rank 0 runs 0W0 before 0I0"),
     ("0F0,0B0,0F1,0B1", "1F0,1F1,1B1,1B0",
-     "rank 0 stands at 0B0 until 1B0 of rank 1, rank 1 stands at 1F1 until 0F1 of rank 0"),
+     r"rank 0 stands at 0B0 \(line 1, column 2\) until 1B0 of rank 1, rank 1 stands at 1F1 \(line 2, column 2\) until "
+     "0F1 of rank 0"),
 ]  # fmt: skip
 
 
@@ -92,7 +93,7 @@ def test_every_table_comes_back_from_its_file(tmp_path: Path) -> None:
     [
         ("0F0,0B0\n1F0,,1X0", r'own, line 2, column 3: "1X0" is no action: write stage, kind and micro-batch'),
         ("x" * 200_000, 'own, line 1, column 1: "x{40}..." is no action'),
-        ('"0F0","0F1","0B0"', "own: rank 0 never runs 0B1"),
+        ('"0F0","0F1","0B0"', "own, line 1: rank 0 never runs 0B1"),
         ("0F0,0B", 'own, line 1, column 2: "0B" is no action'),
         ("0F0,0B0,0RESHARD1", '"0RESHARD1" is no action'),
         ("0F0,0B0\n0F1,0B1", r"line 2, column 1: stage 0 is on rank 0 \(line 1, column 1\) and on rank 1"),
@@ -104,6 +105,47 @@ def test_every_table_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_errors_of_a_file(text: str, fault: str) -> None:
     with pytest.raises(PlanError, match=fault):
         validate(parse_csv(text, "own"))
+
+
+PLACES = [
+    ("# notes count\n0F0,,0F1,0B0,0B1,0B1\n1F0,1B0,1F1,1B1", "own, line 2, column 6: rank 0 runs 0B1 twice"),
+    ("0F0,0F1,0B0,0B1\n1F0,1F1,1B1", "own, line 2: rank 1 never runs 1B0"),
+    ("0F0,0F1,0B0,0W0,0B1\n1F0,1B0,1F1,1B1", "own, line 1, column 4: rank 0 has 0B0 beside 0W0"),
+    (
+        "0F0,0F1,0B0,0B1\n#\n1B0,1F0,1F1,1B1",
+        "own, line 3, column 1: rank 1 runs 1B0 before 1F0 (line 3, column 2); swap",
+    ),
+    ("0F0,0B0\n#\n\n1F0,1B0", "own, line 3: rank 1 of 3 has no stage"),
+    ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0", "own, line 2, column 3: rank 1 never runs 1SEND_B0, behind 1B0"),
+    ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0", "own, line 2, column 4: 1SEND_B0 has no counterpart 0RECV_B0"),
+    ("0UNSHARD,0F0,0UNSHARD,0B0,0REDUCE", "own, line 1, column 3: rank 0 runs 0UNSHARD twice in a row"),
+    ("0UNSHARD,0F0,0RESHARD,0B0,0REDUCE", "own, line 1, column 4: rank 0 runs 0B0 while its weights are not whole"),
+    ("0UNSHARD,0F0,0RESHARD,0RESHARD,0UNSHARD,0B0,0REDUCE", "own, line 1, column 4: rank 0 runs 0RESHARD, and nothing"),
+    ("0UNSHARD,0F0,0B0,0REDUCE,0REDUCE0", "own, line 1, column 5: rank 0 runs 0REDUCE 0REDUCE0, found 1 micro-batches"),
+]
+
+
+@pytest.mark.parametrize(("text", "fault"), PLACES)
+def test_faults_are_told_with_their_place_in_the_file(text: str, fault: str) -> None:
+    """Lines count notes and blank lines, columns count idle cells; of the second of two equal actions, its own."""
+    with pytest.raises(PlanError) as caught:
+        validate(parse_csv(text, "own"))
+    assert str(caught.value).startswith(fault)
+    table = parse_csv(text, "own")
+    with pytest.raises(PlanError) as caught:  # a table that is in no file names no line
+        validate(Table(table.rows, table.placement, table.micro_batches, "made"))
+    assert "line" not in str(caught.value)
+
+
+def test_places_outlive_what_is_added_to_a_table() -> None:
+    """What `first` leaves out and `lower` adds moves no action away from its cell."""
+    table = parse_csv("0F0,0B0,0F1,0B1,0F2,0B2\n1F0,1F1,1B1,1B0,1F2,1B2", "own")
+    made = lower(table.first(2), 3)
+    assert made.source is table.source
+    assert made.at(1, Action.parse("1B1")) == "own, line 2, column 3"
+    assert made.at(1, Action.parse("1RECV_F0")) == "own, line 2"
+    with pytest.raises(PlanError, match=r"stands at 0B0 \(line 1, column 2\) until 1SEND_B0"):
+        validate(made)
 
 
 def test_a_text_is_read_once() -> None:

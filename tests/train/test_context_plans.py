@@ -24,6 +24,8 @@ ODD = ["data.sequence_length=13", "train.global_batch=3"]
 WINDOW = ["model.sliding_window=5", "model.window_layers=[0]"]
 DROPOUT = ["model.dropout=0.1", "model.attention_dropout=0.1"]
 THREE = ["model.num_heads=3", "model.num_kv_heads=3", "model.hidden_size=12"]
+SINKS = ["model.attention_sinks=true", "model.init_std=0.5"]
+SINK_TOKENS = [*WINDOW, "model.sliding_window=2", "model.sink_tokens=3"]
 ROPE = ["model.rope_scaling={type = 'yarn', factor = 4.0, original_max_position_embeddings = 8}"]
 PLANS: dict[int, list[tuple[str, list[str]]]] = {
     2: [
@@ -32,11 +34,14 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("cp=2 exchange=ulysses recompute=selective zero=1", [*ODD, *DROPOUT]),
         ("cp=2 exchange=ring recompute=full zero=3", [*FEATURES["experts"], *WINDOW]),
         ("cp=2 exchange=gather micro_batch_size=1 overlap=off", ["data.documents=joined", *ODD, *ROPE]),
+        ("cp=2 exchange=ring recompute=selective zero=3", [*ODD, *SINKS, *SINK_TOKENS, *DROPOUT]),
+        ("cp=2 exchange=ulysses recompute=full zero=2", [*ODD, *SINKS, *SINK_TOKENS]),
         ("cp=2", [*BIASES, "model.qk_norm=true", "model.tie_embeddings=true", "train.global_batch=100"]),
     ],
     3: [
         ("cp=3 exchange=ulysses zero=2", [*THREE, *ODD]),
         ("cp=3 exchange=ring zero=3", [*THREE, *WINDOW, *ODD, "data.sequence_length=7"]),
+        ("cp=3 exchange=gather zero=1", [*THREE, *ODD, *SINKS, *SINK_TOKENS]),
         ("cp=3 exchange=gather", [*DROPOUT, "data.sequence_length=6"]),
     ],
     4: [
@@ -46,6 +51,9 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("cp=2 dp=2 exchange=ring zero=3 micro_batch_size=1", ODD),
         ("cp=2 dp=2 exchange=ulysses zero=2 shard=2", ODD),
         ("cp=2 tp=2 exchange=ring", UNEVEN),
+        ("cp=2 tp=2 exchange=gather zero=2", [*UNEVEN, *SINKS, *SINK_TOKENS]),
+        ("cp=2 tp=2 exchange=ulysses sequence=off", [*UNEVEN, *SINKS]),
+        ("tp=2 pp=2 schedule=zbv micro_batches=2", [*UNEVEN, *SINKS, "model.num_layers=4"]),
         (
             "cp=2 pp=2 micro_batches=3 schedule=interleaved chunks=2 zero=2",
             [*FEATURES["experts"], *ODD, "model.num_layers=4"],
@@ -81,12 +89,53 @@ def test_planted_faults_of_the_context_axis(run_ranks: Run, tmp_path: Path) -> N
         "needless_sends": "bytes sent by all_to_all",
     }
     jobs = [(runs.config(tmp_path, "cp=2 exchange=ring", SMALL), fault) for fault in faults]
+    faults |= {
+        "sink_twice": "loss of step 1",
+        "gradient_of_own_sinks": "gradient of blocks.0.attention.sinks",
+        "sinks_of_the_first_heads": "loss of step 1",
+    }
+    plans = {fault: "exchange=ulysses" if "heads" in fault else "exchange=ring" for fault in list(faults)[len(jobs) :]}
+    jobs += [(runs.config(tmp_path, f"cp=2 {plan}", [*SMALL, *SINKS]), fault) for fault, plan in plans.items()]
     for (_, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
         assert not report.passed, fault
         wrong = [d.name for d in report.differences if not d.equal] + [a.what for a in report.accounts if not a.holds]
         assert faults[fault] in wrong, (fault, wrong)
         if fault == "needless_sends":
             assert report.first_beyond is None
+
+
+ONE_KEY = ["model.sliding_window=1", "model.qk_norm=true"]
+
+
+def test_a_gradient_that_is_zero_in_theory_is_no_difference_and_a_fault_in_it_is(
+    run_ranks: Run, tmp_path: Path
+) -> None:
+    """A window of one key: what reaches q, k and their norms cancels, in another order under each plan."""
+    plans = {
+        "cp=2 exchange=ring": "none",
+        "cp=2 exchange=ulysses": "none",
+        "tp=2 cp=1": "none",
+        "cp=2 exchange=gather zero=2": "delta_a_little_off",
+        "cp=2 exchange=gather": "delta_forgotten",
+        "cp=1 dp=2": "none",
+    }
+    jobs = [(runs.config(tmp_path, plan, [*SMALL, *ONE_KEY, *ODD]), fault) for plan, fault in plans.items()]
+    zero = {
+        f"gradient of blocks.{i}.attention.{n}.weight, which is 0 but for rounding"
+        for i in range(2) for n in ("q", "k", "q_norm", "k_norm")
+    }  # fmt: skip
+    seen = set()
+    for (cfg, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed == (fault == "none"), f"{cfg.plan}\n{explain(report)}"
+        told = {d.name for d in report.differences if d.of_unit}
+        seen |= told
+        if fault == "none":
+            assert told <= zero
+            assert all(d.error < 1e-6 for d in report.differences if d.of_unit)
+        else:
+            wrong = {d.name for d in report.differences if not d.equal}
+            assert wrong & zero, (fault, wrong)
+    assert seen, "no tensor was zero in theory"
 
 
 def test_loss_and_norm_are_those_of_every_split_and_checkpoints_pass_between_them(

@@ -16,6 +16,7 @@ from interlace.checkpoint import Reader
 from interlace.cli import app
 from interlace.config import Config
 from interlace.plan import fit
+from interlace.schedule import FORMS
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
@@ -92,15 +93,36 @@ def test_plans_drawn_at_random_are_valid_and_repeat(tmp_path: Path) -> None:
         fit.check(runs.config(tmp_path, str(plan)), plan.world, available_axes=axes)
 
 
+def test_pipelines_and_batchings_are_drawn_at_random(tmp_path: Path) -> None:
+    """Every schedule, several chunks, layers given or not, micro-batches by number and by size; for a seed the same."""
+    cfg = runs.config(tmp_path, "dp=1", ["model.num_layers=8"])
+    axes = ("dp", "shard", "tp", "cp", "pp")
+    plans = fit.random_plans(cfg, 120, 3, available_axes=axes)
+    assert plans == fit.random_plans(cfg, 120, 3, available_axes=axes)
+    assert plans[:9] == fit.random_plans(cfg, 9, 3, available_axes=axes)
+    piped = [plan for plan in plans if plan.pp > 1]
+    assert {plan.schedule for plan in piped} == set(FORMS)
+    assert {plan.chunks for plan in piped if plan.schedule == "interleaved"} >= {1, 2}
+    assert {bool(plan.layers) for plan in piped} == {True, False}
+    assert {plan.micro_batches for plan in plans} >= {1, 2, 3}
+    assert {plan.micro_batch_size for plan in plans} >= {0, 1, 2}
+    for plan in plans:
+        assert plan.pp > 1 or (plan.schedule, plan.chunks, plan.layers) == ("1f1b", 1, "")
+        fit.check(runs.config(tmp_path, str(plan), ["model.num_layers=8"]), plan.world, available_axes=axes)
+    fixed = runs.config(tmp_path, "dp=1", ["run.reproducible=plan", "model.num_layers=8"])
+    for plan in fit.random_plans(fixed, 20, 3, available_axes=axes):
+        assert plan.micro_batches == 1
+
+
 @pytest.mark.ranks
 def test_the_command_sweeps(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(runs.toml(tmp_path))
-    words = ["verify", str(tmp_path / "run.toml"), "--sweep", "2", "--seed", "5", "--steps", "2"]
+    words = ["verify", str(tmp_path / "run.toml"), "--sweep", "2", "--seed", "765", "--steps", "2"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["equal", "equal", "verify:"]
-    assert lines[-1] == "verify: 2 of 2 plans drawn with --seed 5 equal one process"
+    assert lines[-1] == "verify: 2 of 2 plans drawn with --seed 765 equal one process"
     refused = CliRunner().invoke(app, [*words, "--parallel", "tp=2"])
     assert refused.exit_code == 2
 

@@ -154,6 +154,8 @@ class Memory:
 
     @staticmethod
     def _elements(region: Region, addresses: Any, size: int) -> Any:
+        if len(addresses) == 1 and size == region.size:
+            return np.array([(int(addresses[0]) - region.begin) // size], np.int64)
         if size < region.size and not (region.constant or region.quiet):
             region.shadow.refine(region.size // size)
             region.size = size

@@ -114,6 +114,8 @@ class Shadow:
         self, at: Indices, knows: Clock, write: bool, kind: int, rank: int, rank_of: np.ndarray[Any, Any]
     ) -> Conflict | None:
         """The first earlier access that a new one conflicts with.  `kind`: PLAIN or the scope of an atomic."""
+        if len(at) == 1 and self._is_ordered(int(at[0]), knows, write):
+            return None
         component = self.writer[at]
         late = knows[component] < self.write_time[at]
         if late.any():
@@ -137,6 +139,12 @@ class Shadow:
                     )
         return None
 
+    def _is_ordered(self, index: int, knows: Clock, write: bool) -> bool:
+        """Whether all earlier accesses of one element that can conflict are known, as those of most scalars are."""
+        if knows[self.writer[index]] < self.write_time[index]:
+            return False
+        return not write or not (knows[self.reader[index]] < self.read_time[index]).any()
+
     @staticmethod
     def _weak(late: Any, kinds: Any, component: Any, kind: int, rank: int, rank_of: Any) -> Any:
         """Of unordered pairs those that are not two atomics whose scopes include each other."""
@@ -147,6 +155,8 @@ class Shadow:
         return late & ~strong
 
     def note_write(self, at: Indices, component: int, time: int, event: int, kind: int) -> None:
+        if len(at) == 1:
+            at = at[0]
         self.writer[at] = component
         self.write_time[at] = time
         self.write_event[at] = event
@@ -156,6 +166,8 @@ class Shadow:
 
     def note_read(self, at: Indices, component: int, time: int, event: int, kind: int, knows: Clock) -> None:
         """Takes a slot whose read is ordered before this one, or adds a slot."""
+        if len(at) == 1 and self._note_one(int(at[0]), component, time, event, kind, knows):
+            return
         reader = self.reader[at]
         free = knows[reader] >= self.read_time[at]
         free &= (self.read_time[at] == 0) | (
@@ -168,7 +180,19 @@ class Shadow:
                 setattr(self, name, np.concatenate([array, np.zeros_like(array)], axis=1))
             self.note_read(at, component, time, event, kind, knows)
             return
+        self._take(at, slot, component, time, event, kind)
+
+    def _take(self, at: Any, slot: Any, component: int, time: int, event: int, kind: int) -> None:
         self.reader[at, slot] = component
         self.read_time[at, slot] = time
         self.read_event[at, slot] = event
         self.read_kind[at, slot] = kind
+
+    def _note_one(self, index: int, component: int, time: int, event: int, kind: int, knows: Clock) -> bool:
+        """`note_read` of one element, if a slot of it is free."""
+        times, kinds = self.read_time[index].tolist(), self.read_kind[index].tolist()
+        for slot, reader in enumerate(self.reader[index].tolist()):
+            if knows[reader] >= times[slot] and (times[slot] == 0 or kinds[slot] >= kind):
+                self._take(index, slot, component, time, event, kind)
+                return True
+        return False

@@ -5,11 +5,13 @@
     what the queries see                      fp16 or bf16 on CUDA          elsewhere
     all before them (plain causal)            SDPA, is_causal               SDPA, is_causal
     their document and/or a sliding window    varlen (flash) attention      SDPA with a boolean mask
+    ... but the first of a window's document  SDPA with a boolean mask      SDPA with a boolean mask
     anything, with attention dropout          written out, scores in memory (said once)
 
-Mask and document offsets are made once per forward and shared by the layers, in a `Pattern`.  CPU has neither varlen
-nor a backward of FlexAttention, hence the mask there.  A pattern that is not plain causal never takes the causal path:
-the choice is made by `Pattern.plain` alone.
+A sink (`models.sinks`), one more term in the softmax's denominator, takes the same kernels by their log-sums; where it
+is not flash attention on CUDA, it is SDPA with a key more.  Mask and document offsets are made once per forward and
+shared by the layers, in a `Pattern`.  CPU has neither varlen nor a backward of FlexAttention, hence the mask there.  A
+pattern that is not plain causal never takes the causal path: the choice is made by `Pattern.plain` alone.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 
 from interlace import random
 from interlace.config import ModelConfig
+from interlace.models import sinks
 from interlace.models.layers import Context, Linear, SharedInput, rotate
 
 
@@ -34,7 +37,8 @@ class Pattern:
     """Which keys a query sees: those of its document, not after its own column, `window` at most, itself included.
 
     `documents_BT` holds an integer per position; equal numbers in a row of the batch are one document; None = the row
-    is one.  Every query sees itself, so no row of the mask is empty.
+    is one.  Every query sees itself, so no row of the mask is empty.  With a window, the first `sink_tokens` positions
+    of its document stay visible however far back they are (Xiao et al., arXiv 2309.17453).
     """
 
     def __init__(
@@ -44,17 +48,34 @@ class Pattern:
         device: torch.device,
         documents_BT: Tensor | None = None,
         window: int | None = None,
+        sink_tokens: int = 0,
     ) -> None:
         self.batch = batch
         self.length = length
         self.device = device
         self.documents_BT = documents_BT
         self.window = window if window is not None and window < length else None
+        self.sink_tokens = sink_tokens if self.window is not None else 0
 
     @property
     def plain(self) -> bool:
         """Plain causal: nothing but "not after its own column"."""
         return self.documents_BT is None and self.window is None
+
+    @functools.cached_property
+    def leading_BT(self) -> Tensor | None:
+        """Where the first `sink_tokens` positions of documents are: bool [B T], or [1 T] without documents; None: there
+        are none."""
+        if not self.sink_tokens:
+            return None
+        place = torch.arange(self.length, device=self.device)[None]
+        if self.documents_BT is None:
+            return place < self.sink_tokens
+        ordered, order = self.documents_BT.sort(dim=1, stable=True)
+        starts = ordered.diff(dim=1, prepend=ordered[:, :1] - 1) != 0
+        place = place.to(order.device)
+        among = place - (starts * place).cummax(dim=1).values
+        return torch.zeros_like(starts).scatter(1, order, among < self.sink_tokens).to(self.device)
 
     @functools.cached_property
     def mask_B1TS(self) -> Tensor:
@@ -63,8 +84,9 @@ class Pattern:
         back_TS = column[:, None] - column[None, :]
         seen = back_TS >= 0
         if self.window is not None:
-            seen = seen & (back_TS < self.window)
-        seen = seen[None]
+            near = back_TS < self.window
+            seen = seen & (near if self.leading_BT is None else near | self.leading_BT[:, None, :])
+        seen = seen.view(-1, self.length, self.length)
         if self.documents_BT is not None:
             documents_BT = self.documents_BT.to(self.device)
             seen = seen & (documents_BT[:, :, None] == documents_BT[:, None, :])
@@ -74,9 +96,12 @@ class Pattern:
     def runs(self) -> tuple[Tensor, int] | None:
         """Documents as runs of the flattened batch: (int32 offsets [N+1], longest run).
 
-        None when a document may lie in several pieces (numbers that fall along a row): only a mask says that.
+        None when a document may lie in several pieces (numbers that fall along a row), or when its first positions are
+        seen beyond the window: only a mask says that.
         Computed where `documents_BT` lies: on the CPU it costs the GPU no stop, on the GPU one.
         """
+        if self.sink_tokens:
+            return None
         rows = torch.arange(0, self.batch * self.length + 1, self.length)
         if self.documents_BT is None:
             return rows.to(self.device, torch.int32, non_blocking=True), self.length
@@ -88,9 +113,13 @@ class Pattern:
         longest, falls = torch.stack((offsets.diff().max(), (step < 0).any().long())).tolist()
         return None if falls else (offsets.to(self.device, torch.int32, non_blocking=True), longest)
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Make what the layers will read, ahead of them (outside of compiled or recomputed regions)."""
-        if not self.plain and not (_varlen_runs(self.device, dtype, head_dim) and self.runs is not None):
+    def prepare(self, dtype: torch.dtype, head_dim: int, sunk: bool = False) -> None:
+        """Make what the layers will read, ahead of them (outside of compiled or recomputed regions).
+
+        sunk: their softmax has a sink.
+        """
+        needs = not self.plain or (sunk and self.device.type == "cuda")
+        if needs and not (_varlen_runs(self.device, dtype, head_dim) and self.runs is not None):
             _ = self.mask_B1TS
 
 
@@ -101,13 +130,17 @@ def attention(
     pattern: Pattern,
     dropout: float = 0.0,
     keep_BHTS: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(E) + mask) v: [B T H E].  H is a multiple of K; query head h reads kv head h // (H / K).
 
-    With `keep_BHTS` (bool) the probabilities it leaves out are zero and the others grow by 1 / (1 - dropout).
+    With `keep_BHTS` (bool) the probabilities it leaves out are zero and the others grow by 1 / (1 - dropout).  With
+    `sinks_H` a query of head h shares its probability with a logit sinks_H[h] that has no value.
     """
     if keep_BHTS is not None:
-        return _written_out(q_BTHE, k_BTKE, v_BTKE, pattern, dropout, keep_BHTS)
+        return _written_out(q_BTHE, k_BTKE, v_BTKE, pattern, dropout, keep_BHTS, sinks_H)
+    if sinks_H is not None:
+        return _sunk(q_BTHE, k_BTKE, v_BTKE, pattern, sinks_H)
     half = _varlen_runs(q_BTHE.device, q_BTHE.dtype, q_BTHE.shape[-1])
     if half and not pattern.plain and pattern.runs is not None:
         return _varlen(q_BTHE, k_BTKE, v_BTKE, *pattern.runs, pattern.window)
@@ -128,14 +161,34 @@ def _repeat(k_BKTE: Tensor, num_heads: int) -> Tensor:
     return k_BKTE.repeat_interleave(num_heads // k_BKTE.shape[1], dim=1)
 
 
+def _sunk(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pattern: Pattern, sinks_H: Tensor) -> Tensor:
+    if not q_BTHE.is_cuda:
+        kernel = sinks.Host(None if pattern.plain else pattern.mask_B1TS)
+        return sinks.attend(q_BTHE, k_BTKE, v_BTKE, sinks_H, kernel)
+    if _varlen_runs(q_BTHE.device, q_BTHE.dtype, q_BTHE.shape[-1]) and pattern.runs is not None:
+        return sinks.attend(q_BTHE, k_BTKE, v_BTKE, sinks_H, sinks.Flash(*pattern.runs, pattern.window))
+    k, v = (x.repeat_interleave(q_BTHE.shape[2] // x.shape[2], dim=2) for x in (k_BTKE, v_BTKE))
+    return sinks.with_null_key(q_BTHE, k, v, sinks_H, pattern.mask_B1TS)
+
+
 def _written_out(
-    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, pattern: Pattern, dropout: float, keep_BHTS: Tensor
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    pattern: Pattern,
+    dropout: float,
+    keep_BHTS: Tensor,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Attention by its formula, softmax in fp32: the only path on which each probability can be dropped by index."""
     num_heads, head_dim = q_BTHE.shape[2:]
     q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
     scores_BHTS = (q @ _repeat(k, num_heads).mT).float() * head_dim**-0.5
-    probabilities = scores_BHTS.masked_fill(~pattern.mask_B1TS, float("-inf")).softmax(dim=-1)
+    scores_BHTS = scores_BHTS.masked_fill(~pattern.mask_B1TS, float("-inf"))
+    if sinks_H is not None:
+        column = sinks_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+        scores_BHTS = torch.cat((scores_BHTS, column), dim=3)
+    probabilities = scores_BHTS.softmax(dim=-1)[..., : k.shape[2]]
     probabilities = probabilities * keep_BHTS * (1.0 / (1.0 - dropout))
     return (probabilities.to(v.dtype) @ _repeat(v, num_heads)).transpose(1, 2)
 
@@ -180,7 +233,7 @@ def say_once(message: str) -> None:
 
 
 class AttentionCore(nn.Module):
-    """`attention` of one layer, without parameters: (q_BTHE, k_BTKE, v_BTKE, context) -> [B T H E].
+    """`attention` of one layer, without parameters: (q_BTHE, k_BTKE, v_BTKE, context, sinks_H) -> [B T H E].
 
     A module of its own so that it can be replaced where the keys of a query are not all here.  `first_head` is the
     index of its first query head in the whole layer, which keys attention dropout.
@@ -193,12 +246,14 @@ class AttentionCore(nn.Module):
         self.layer = layer
         self.first_head = 0
 
-    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Context) -> Tensor:
+    def forward(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Context, sinks_H: Tensor | None = None
+    ) -> Tensor:
         pattern = context.patterns[self.window]
         if not self.training or self.dropout == 0.0:
-            return attention(q_BTHE, k_BTKE, v_BTKE, pattern)
+            return attention(q_BTHE, k_BTKE, v_BTKE, pattern, sinks_H=sinks_H)
         keep_BHTS = self.keep(context, q_BTHE.shape[2], k_BTKE.shape[1])
-        return attention(q_BTHE, k_BTKE, v_BTKE, pattern, self.dropout, keep_BHTS)
+        return attention(q_BTHE, k_BTKE, v_BTKE, pattern, self.dropout, keep_BHTS, sinks_H)
 
     def keep(self, context: Context, num_heads: int, keys: int) -> Tensor:
         """Which probabilities stay: bool [B num_heads T keys]."""
@@ -228,6 +283,7 @@ class Attention(nn.Module):
         self.v = Linear(cfg.hidden_size, kv_width, bias=cfg.qkv_bias, **new)
         self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, **new) if cfg.qk_norm else None
         self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps, **new) if cfg.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(cfg.num_heads, **new)) if cfg.attention_sinks else None
         self.core = AttentionCore(cfg.window(layer), cfg.attention_dropout, f"blocks.{layer}.attention.core")
         self.out = Linear(width, cfg.hidden_size, bias=cfg.out_bias, **new)
         self.project = SharedInput()
@@ -244,7 +300,7 @@ class Attention(nn.Module):
         q_BTHE, k_BTKE = rotate(q_BTHE, context.rotary), rotate(k_BTKE, context.rotary)
         if self.reads is not None:
             k_BTKE, v_BTKE = (_as_read(made, self.reads) for made in (k_BTKE, v_BTKE))
-        out_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, context)
+        out_BTHE = self.core(q_BTHE, k_BTKE, v_BTKE, context, self.sinks)
         return self.out(out_BTHE.flatten(2))
 
 

@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             x = self.embedding_dropout(self.embedding(x), context)
         for pattern in context.patterns.values():
-            pattern.prepare(x.dtype, self.cfg.head_dim)
+            pattern.prepare(x.dtype, self.cfg.head_dim, self.cfg.attention_sinks)
         for block in self.blocks:
             if block is not None:
                 x = block(x, context)
@@ -230,7 +230,10 @@ class Decoder(nn.Module):
             samples_B=torch.arange(batch, device=device) if samples_B is None else samples_B.to(device),
             columns_T=columns_T,
             rotary=rotary_table(self.cfg, columns_T[None] if positions_BT is None else positions_BT),
-            patterns={window: self.pattern(batch, length, device, documents_BT, window) for window in windows},
+            patterns={
+                window: self.pattern(batch, length, device, documents_BT, window, self.cfg.sink_tokens)
+                for window in windows
+            },
             dropout_key=dropout_key,
             rows=None if self.rows is None else self.rows(batch * length),
             counted_BT=None if labels_BT is None or not self.cfg.num_experts else (labels_BT != IGNORED).float(),

@@ -39,6 +39,7 @@ _MODULES = {
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "attention.out": "self_attn.o_proj",
+    "attention": "self_attn",
     "mlp_norm": "post_attention_layernorm",
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",

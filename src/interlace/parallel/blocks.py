@@ -46,6 +46,7 @@ class Mask:
     keys: Range
     window: int | None
     documents_RT: Tensor | None
+    leading_RT: Tensor | None  # where positions are that a window does not hide
     device: torch.device
 
     def of(self, start: int, stop: int) -> Tensor | None:
@@ -58,7 +59,8 @@ class Mask:
         back = t[:, None] - s[None, :]
         found = (back >= 0)[None]
         if self.kind == "mask" and self.window is not None:
-            found = found & (back < self.window)
+            near = back < self.window
+            found = found & (near if self.leading_RT is None else near | self.leading_RT[:, None, slice(*self.keys)])
         if self.kind == "mask" and self.documents_RT is not None:
             theirs = self.documents_RT
             found = found & (theirs[:, first + start : first + stop, None] == theirs[:, None, slice(*self.keys)])
@@ -75,8 +77,10 @@ class Tiling:
         self.window: int | None = pattern.window
         self.device: torch.device = pattern.device
         self.documents_BT: Tensor | None = pattern.documents_BT
+        self.sink_tokens: int = pattern.sink_tokens
+        self.leading_BT: Tensor | None = pattern.leading_BT  # of one row where rows do not differ
         self.starts = None if self.documents_BT is None else _starts(self.documents_BT)
-        self.blocks = plan.seen(length, ways, self.window, self.starts)
+        self.blocks = plan.seen(length, ways, self.window, self.starts, self.sink_tokens)
         self._tiles: dict[Range, list[Tile]] = {}
 
     def tiles(self, a: int, b: int) -> list[Tile]:
@@ -88,8 +92,13 @@ class Tiling:
         return self._tiles[a, b]
 
     def mask(self, tile: Tile) -> Mask:
-        documents_RT = self._on_device[tile.rows] if tile.kind == "mask" and self._on_device is not None else None
-        return Mask(tile.kind, tile.queries, tile.keys, self.window, documents_RT, self.device)
+        if tile.kind != "mask":
+            return Mask(tile.kind, tile.queries, tile.keys, None, None, None, self.device)
+        documents_RT = None if self._on_device is None else self._on_device[tile.rows]
+        leading_RT = self.leading_BT
+        if leading_RT is not None and len(leading_RT) > 1:
+            leading_RT = leading_RT[tile.rows]
+        return Mask(tile.kind, tile.queries, tile.keys, self.window, documents_RT, leading_RT, self.device)
 
     @cached_property
     def _on_device(self) -> Tensor | None:
@@ -97,7 +106,7 @@ class Tiling:
 
     def _make(self, queries: Range, keys: Range) -> Iterator[Tile]:
         if self.starts is None:
-            yield from self._of_run(slice(0, self.batch), queries, keys)
+            yield from self._of_run(slice(0, self.batch), queries, keys, 0)
             return
         for row, starts in enumerate(self.starts):
             rows = slice(row, row + 1)
@@ -108,21 +117,27 @@ class Tiling:
             for number in range(low, bisect_left(starts, min(queries[1], max(keys[1], queries[0] + 1)))):
                 stop = starts[number + 1] if number + 1 < len(starts) else self.length
                 run = starts[number], stop
-                yield from self._of_run(rows, _common(queries, run), _common(keys, run))
+                yield from self._of_run(rows, _common(queries, run), _common(keys, run), run[0])
 
-    def _of_run(self, rows: slice, queries: Range, keys: Range) -> Iterator[Tile]:
-        """The tile of pairs inside one document, without queries and keys that see nothing, or none."""
+    def _of_run(self, rows: slice, queries: Range, keys: Range, start: int) -> Iterator[Tile]:
+        """The tiles of pairs inside one document, which begins at `start`: its first keys have no window."""
+        sunk = start + self.sink_tokens
+        yield from self._cut(rows, queries, _common(keys, (start, sunk)), None)
+        yield from self._cut(rows, queries, _common(keys, (sunk, self.length)), self.window)
+
+    def _cut(self, rows: slice, queries: Range, keys: Range, window: int | None) -> Iterator[Tile]:
+        """The tile, without queries and keys that see nothing, or none."""
         (q0, q1), (k0, k1) = queries, keys
         q0, k1 = max(q0, k0), min(k1, q1)
-        if self.window is not None:
-            k0, q1 = max(k0, q0 - self.window + 1), min(q1, k1 - 1 + self.window)
+        if window is not None:
+            k0, q1 = max(k0, q0 - window + 1), min(q1, k1 - 1 + window)
         if q0 >= q1 or k0 >= k1:
             return
-        narrow = self.window is not None and q1 - 1 - k0 >= self.window
-        step = max(self.window or 0, BAND)
+        narrow = window is not None and q1 - 1 - k0 >= window
+        step = max(window or 0, BAND)
         if narrow and q1 - q0 > step:  # in bands, each of which leaves out the keys that none of it sees
             for start in range(q0, q1, step):
-                yield from self._of_run(rows, (start, min(start + step, q1)), (k0, k1))
+                yield from self._cut(rows, (start, min(start + step, q1)), (k0, k1), window)
         elif not narrow and k1 - 1 <= q0:
             yield Tile(rows, (q0, q1), (k0, k1), "full")
         elif not narrow and (q0, q1) == (k0, k1):
@@ -181,6 +196,19 @@ def merge(out_BTHE: Tensor, logs_BHT: Tensor, other_BTHE: Tensor, their_logs_BHT
     )
     out_BTHE.mul_(own).add_(other_BTHE * theirs)
     logs_BHT.copy_(both)
+
+
+def sink(out_BTHE: Tensor, logs_BHT: Tensor, sinks_H: Tensor) -> None:
+    """Joins a logit of each head that has no value (`models.sinks`) to `out` and `logs`, in place."""
+    both = torch.logaddexp(logs_BHT, sinks_H.to(logs_BHT.dtype)[:, None])
+    out_BTHE.mul_((logs_BHT - both).exp().transpose(1, 2)[..., None])
+    logs_BHT.copy_(both)
+
+
+def sink_gradient(logs_BHT: Tensor, delta_BHT: Tensor, sinks_H: Tensor) -> Tensor:
+    """The sinks' gradient by these queries, [H].  logs: with the sink; delta: the sum over E of grad x out."""
+    made = (sinks_H.to(logs_BHT.dtype)[:, None] - logs_BHT).exp() * delta_BHT
+    return -made.sum(dim=(0, 2)).to(sinks_H.dtype)
 
 
 def backward(

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace import random
 from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
-from interlace.parallel.blocks import Tile, Tiling, backward, forward, merge
+from interlace.parallel.blocks import Tile, Tiling, backward, forward, merge, sink, sink_gradient
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
 
@@ -67,8 +67,8 @@ def split_sequences(decoder: Any, axis: SequenceAxis) -> None:
     """Puts what knows the axis in the place of every attention core, pattern and balance loss of a decoder."""
     whole = decoder.pattern
 
-    def pattern(batch: int, length: int, device: Any, documents_BT: Tensor | None, window: int | None) -> SplitPattern:
-        return SplitPattern(axis, whole(batch, axis.length, device, documents_BT, window))
+    def pattern(batch: int, length: int, *rest: Any) -> SplitPattern:
+        return SplitPattern(axis, whole(batch, axis.length, *rest))
 
     decoder.pattern = pattern
     for module in list(decoder.modules()):
@@ -89,16 +89,16 @@ class SplitPattern:
         self.whole = whole
         self.tiling: Tiling | None = None
 
-    def prepare(self, dtype: torch.dtype, head_dim: int) -> None:
-        """Makes what the layers read, ahead of them."""
+    def prepare(self, dtype: torch.dtype, head_dim: int, sunk: bool = False) -> None:
+        """Makes what the layers read, ahead of them.  sunk: their softmax has a sink."""
         if self.axis.exchange == "ulysses":
-            self.whole.prepare(dtype, head_dim)
+            self.whole.prepare(dtype, head_dim, sunk)
         elif self.tiling is None:
             self.tiling = Tiling(self.axis.length, self.axis.group.size, self.whole)
 
 
 class SplitCore(nn.Module):
-    """In the place of `AttentionCore`: (q_BTHE, k_BTKE, v_BTKE, context) -> [B T H E], T those positions held here."""
+    """In the place of `AttentionCore`, with the same arguments -> [B T H E], T those positions held here."""
 
     def __init__(self, core: Any, axis: SequenceAxis) -> None:
         super().__init__()
@@ -107,23 +107,27 @@ class SplitCore(nn.Module):
         self.first_head = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Any) -> Tensor:
+    def forward(
+        self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, context: Any, sinks_H: Tensor | None = None
+    ) -> Tensor:
         pattern = context.patterns[self.inner.window]
         if self.axis.exchange == "ulysses":
-            return self._deal(q_BTHE, k_BTKE, v_BTKE, context, pattern)
+            return self._deal(q_BTHE, k_BTKE, v_BTKE, context, sinks_H)
         drops = self.training and self.inner.dropout > 0.0
         work = Blocks(self.axis, pattern.tiling, self._keep(context) if drops else None, self.inner.dropout)
-        attended: Tensor = _Attend.apply(q_BTHE, k_BTKE, v_BTKE, work)  # type: ignore[no-untyped-call]
+        attended: Tensor = _Attend.apply(q_BTHE, k_BTKE, v_BTKE, sinks_H, work)  # type: ignore[no-untyped-call]
         return attended
 
-    def _deal(self, q: Tensor, k: Tensor, v: Tensor, context: Any, pattern: SplitPattern) -> Tensor:
+    def _deal(self, q: Tensor, k: Tensor, v: Tensor, context: Any, sinks_H: Tensor | None) -> Tensor:
         axis, group = self.axis, self.axis.group
         ranges = [plan.heads_of(q.shape[2], k.shape[2], group.size, rank) for rank in range(group.size)]
         q, k, v = _Deal.apply(q, k, v, axis, ranges)  # type: ignore[no-untyped-call]
         patterns = {window: split.whole for window, split in context.patterns.items()}
         columns_T = torch.arange(axis.length, device=q.device)
-        self.inner.first_head = self.first_head + ranges[group.rank][0][0]
-        out = self.inner(q, k, v, dataclasses.replace(context, columns_T=columns_T, patterns=patterns))
+        own = slice(*ranges[group.rank][0])
+        self.inner.first_head = self.first_head + own.start
+        whole = dataclasses.replace(context, columns_T=columns_T, patterns=patterns)
+        out = self.inner(q, k, v, whole, None if sinks_H is None else sinks_H[own])
         collected: Tensor = _Collect.apply(out, axis, [own for own, _ in ranges])  # type: ignore[no-untyped-call]
         return collected
 
@@ -354,10 +358,13 @@ class _Piece:
 
 
 class _Attend(torch.autograd.Function):
-    """(q_BTHE, k_BTKE, v_BTKE) of the positions held here -> [B T H E], by ring or gather."""
+    """(q_BTHE, k_BTKE, v_BTKE) of the positions held here, and sinks_H or None -> [B T H E], by ring or gather.
+
+    A sink joins the others' result as keys do, once, after them; its gradient is that of the queries held here.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: Blocks) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Blocks) -> Tensor:
         num_heads, kv_heads = q.shape[2], k.shape[2]
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
@@ -371,15 +378,17 @@ class _Attend(torch.autograd.Function):
                 merge(out[piece.query_index], logs[piece.log_index], made, log)
 
         work.circulate(torch.stack((k, v)), compute)
+        if sinks is not None:
+            sink(out, logs, sinks)
         ctx.work = work
         result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, logs)
+        ctx.save_for_backward(q, k, v, result, logs, sinks)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, logs = ctx.saved_tensors
+        q, k, v, out, logs, sinks = ctx.saved_tensors
         work, num_heads, kv_heads = ctx.work, q.shape[2], k.shape[2]
         delta = (grad.to(logs.dtype) * out.to(logs.dtype)).sum(dim=-1).transpose(1, 2)  # [B H T]
         kv = torch.stack((k, v))
@@ -409,7 +418,8 @@ class _Attend(torch.autograd.Function):
         work.circulate(kv, compute)
         for add in returning:
             add()
-        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), None
+        of_sinks = None if sinks is None else sink_gradient(logs, delta, sinks)
+        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), of_sinks, None
 
 
 # --- heads dealt out -------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 from interlace.collectives import Group, broadcast
 from interlace.collectives.autograd import columns, copy
 from interlace.errors import ConfigError, nearest
+from interlace.parallel import partners
 from interlace.parallel.part import Part, replace_parameters
 from interlace.parallel.tensor import Axis, Row, VocabularyEmbedding
 from interlace.plan.tensor import slicing
@@ -67,7 +68,8 @@ def split_module(
     """Splits `module` in place and returns every parameter's part.  Collective: rank 0's values are everyone's.
 
     roles: what `resolve` gives; a chunk keeps as many rows (COLUMN) or columns (ROW) together, a head's.  Errors:
-    `ConfigError` for a role that its module cannot have; `PlanError` where heads do not divide.
+    `ConfigError` for a role that its module cannot have, and, when the module first runs, for products that belong
+    together and have not both a role (`parallel.partners`); `PlanError` where heads do not divide.
     """
     assert not axis.sequence
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -88,6 +90,7 @@ def split_module(
         is_part = role is not Role.ROW and any(owner == at or owner.startswith(f"{at}.") for at in inside)
         alike = dim is None and not is_part
         parts[name] = Part(sliced, axis.group, holders(sliced.copies) if sliced.copies > 1 else None, alike)
+    partners.check(splitting, parts)
     replace_parameters(module, parts)
     shared: dict[str, CopyOnce | None] = {}
     for name, (role, _) in splitting.items():
@@ -99,6 +102,7 @@ def split_module(
         entrance = None if within else shared.setdefault(owner, CopyOnce(axis.group))
         made = _replacement(modules[name], role, axis, parts[f"{name}.weight"], entrance)
         setattr(module.get_submodule(owner), attribute, made)
+    partners.Watch(module, splitting, parts)
     return parts
 
 

@@ -49,10 +49,14 @@ def held(length: int, ways: int, rank: int) -> int:
     return sum(cut[place][1] - cut[place][0] for place in places(ways, rank))
 
 
-def seen(length: int, ways: int, window: int | None, documents: Documents | None = None) -> frozenset[Range]:
-    """The blocks of which some sequence sees some pair: causal, in the same document, and within the window.
+def seen(
+    length: int, ways: int, window: int | None, documents: Documents | None = None, sink_tokens: int = 0
+) -> frozenset[Range]:
+    """The blocks of which some sequence sees some pair: causal, in the same document, and within the window, or among
+    the first `sink_tokens` positions of the document.
 
-    Of two pieces the first query and the last key are nearest to each other: they see each other, or none does.
+    Of two pieces the first query and the last key are nearest to each other: they see each other, or no pair does
+    within the window; and the document that both lie in is the only one that the pieces share.
     """
     cut = pieces(length, ways)
     found = set()
@@ -60,16 +64,24 @@ def seen(length: int, ways: int, window: int | None, documents: Documents | None
         for b in range(a + 1):
             last = cut[b][1] - 1
             near = window is None or first - last < window
-            if a == b or (near and _is_joined(documents, last, first)):
+            # the document has to begin after this, for some of its first positions to lie in piece b
+            begins = -1 if near else cut[b][0] - sink_tokens
+            if a == b or ((near or sink_tokens) and _is_joined(documents, last, first, begins)):
                 found.add((a, b))
     return frozenset(found)
 
 
-def _is_joined(documents: Documents | None, last: int, first: int) -> bool:
-    """Whether in some sequence the positions `last` < `first` may lie in one document."""
-    return documents is None or any(
-        starts is None or bisect_right(starts, last) == bisect_right(starts, first) for starts in documents
-    )
+def _is_joined(documents: Documents | None, last: int, first: int, begins: int) -> bool:
+    """Whether in some sequence the positions `last` < `first` may lie in one document that begins after `begins`."""
+    if documents is None:
+        return begins < 0
+    for starts in documents:
+        if starts is None:
+            return True
+        index = bisect_right(starts, last)
+        if index == bisect_right(starts, first) and starts[index - 1] > begins:
+            return True
+    return False
 
 
 def wanted(blocks: frozenset[Range], ways: int, receiver: int, source: int) -> tuple[int, ...]:
@@ -147,7 +159,7 @@ def sent(
             if exchange == "ulysses":
                 found["all_to_all"] += count * _dealt(cfg, plan, rank, length, itemsize)
                 continue
-            blocks = seen(length, ways, cfg.window(layer), those)
+            blocks = seen(length, ways, cfg.window(layer), those, cfg.sink_tokens)
             row = count * 2 * local_heads(cfg, plan.tp)[1] * cfg.head_dim  # keys and values of a position
             given, taken = (sum(positions) for positions in zip(*_moved(blocks, length, ways, rank), strict=True))
             wide = max(itemsize, 4)

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
@@ -19,7 +19,7 @@ from interlace.plan.memory import estimate, gib, micro_batching
 from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
 from interlace.plan.tensor import local_heads
-from interlace.schedule import FORMS, read_csv, validate
+from interlace.schedule import FORMS, chunks_of, read_csv, validate
 
 RECOMPUTE = ("none", "selective", "full")
 BYTES_VOCABULARY = 257  # 256 bytes and the end of a document
@@ -87,8 +87,9 @@ def random_plans(
 ) -> tuple[ParallelPlan, ...]:
     """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
 
-    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches,
-    overlap, sequence, exchange and halves of experts; the rest is as in `config.plan`.
+    Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches by number
+    or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage and halves of experts; transport is as
+    in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -98,13 +99,11 @@ def random_plans(
         zero = draw.randrange(4)
         shards = [0, *(n for n in range(2, dp) if dp % n == 0 and zero and "shard" in available_axes)]
         plan = replace(
-            config.plan,
+            _draw_pipeline(_draw_batching(config, draw), cfg, pp, draw),
             dp=dp, tp=tp, pp=pp, cp=cp, ep=ep,
             zero=zero,
             shard=draw.choice(shards),
             recompute=draw.choice(RECOMPUTE),
-            micro_batches=draw.choice((1, 1, 2, 3)),
-            micro_batch_size=0,
             overlap=draw.choice(("on", "off")),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
@@ -115,6 +114,26 @@ def random_plans(
         if len(found) == count:
             break
     return tuple(found)
+
+
+def _draw_batching(config: Config, draw: random.Random) -> ParallelPlan:
+    count, size = draw.choice((1, 1, 2, 3, 5)), draw.choice((0, 0, 0, 1, 2, 3))
+    by_size = size > 0 or _is_fixed(config)
+    return replace(config.plan, micro_batches=1 if by_size else count, micro_batch_size=size)
+
+
+def _draw_pipeline(plan: ParallelPlan, cfg: ModelConfig, pp: int, draw: random.Random) -> ParallelPlan:
+    """Schedule, chunks and, every second time, layers of each stage, one at least."""
+    if pp == 1:
+        return replace(plan, schedule="1f1b", chunks=1, layers="")
+    schedule = draw.choice(tuple(FORMS))
+    chunks = draw.choice((1, 2, 3)) if FORMS[schedule].chunks is None else 1
+    stages = pp * chunks_of(schedule, chunks)
+    layers = ""
+    if draw.choice((True, False)) and stages <= cfg.num_layers:
+        ends = [0, *sorted(draw.sample(range(1, cfg.num_layers), stages - 1)), cfg.num_layers]
+        layers = "/".join(str(stop - start) for start, stop in pairwise(ends))
+    return replace(plan, schedule=schedule, chunks=chunks, layers=layers)
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------

@@ -464,7 +464,7 @@ def _attention_bytes(
     N, H, K, E, c = sequences * length, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, compute
     redone = recompute == "selective"
     is_masked = documents or cfg.sliding_window is not None
-    half = c == 2 and device == "cuda"
+    half = c == 2 and device == "cuda" and not (cfg.sink_tokens and cfg.sliding_window is not None)
     if cfg.attention_dropout and not redone:  # written out: k and v repeated, fp32 and rounded probabilities, masks
         pairs = sequences * H * length * length
         return N * 4 * H * E * c + pairs * (4 + 1 + c) + (sequences if documents else 1) * length * length
@@ -473,7 +473,9 @@ def _attention_bytes(
         return kept
     if device == "cuda" and not half:
         kept += N * 2 * (H - K) * E * c  # fp32 kernels read k and v repeated for every query head
-    if is_masked and not half:
+    if device == "cuda" and not half and cfg.attention_sinks:  # with eight features more, and the output without them
+        kept += N * H * (4 * 8 + E) * c
+    if is_masked and not half and not (device == "cpu" and cfg.attention_sinks):
         kept += (sequences if documents else 1) * length * length * c
     return kept + 4 * N * H
 

@@ -49,30 +49,36 @@ def contradiction(table: Table, zero: int, fixed: bool) -> str | None:
     for row in table.rows:
         for stage in sorted({action.stage for action in row}):
             own = [action for action in row if action.stage == stage]
-            if fault := (_disorder(own) if fixed else None) or _wrong_zero(own, zero, fixed):
-                return fault
+            if found := (_disorder(own) if fixed else None) or _wrong_zero(own, zero, fixed):
+                action, fault = found
+                place = table.cell(action)
+                return f"{fault} ({place})" if place else fault
     return None
 
 
-def _disorder(actions: Sequence[Action]) -> str | None:
+def _disorder(actions: Sequence[Action]) -> tuple[Action, str] | None:
     """Gradients of a stage that come before those of an earlier micro-batch: of the weights, and in I of all others."""
     for kind in (Kind.INPUT, Kind.WEIGHT):
         made = [action for action in actions if action.kind in (Kind.BACKWARD, kind)]
         for one, following in itertools.pairwise(made):
             if (one.micro_batch or 0) > (following.micro_batch or 0):
-                return f'runs {one} before {following}, and run.reproducible = "plan" adds micro-batches in their order'
+                fault = (
+                    f'runs {one} before {following}, and run.reproducible = "plan" adds micro-batches in their order'
+                )
+                return one, fault
     return None
 
 
-def _wrong_zero(actions: Sequence[Action], zero: int, fixed: bool) -> str | None:
+def _wrong_zero(actions: Sequence[Action], zero: int, fixed: bool) -> tuple[Action, str] | None:
     """ZeRO actions of a stage, where the file brings any, that do not do what the plan says."""
     for action in actions:
         if action.kind is Kind.REDUCE and (action.micro_batch is not None) != fixed:
             asked = 'run.reproducible = "plan" reduces every micro-batch' if fixed else "a plan reduces once a step"
-            return f"runs {action}, and {asked}"
+            return action, f"runs {action}, and {asked}"
     whole = sum((action.kind is Kind.UNSHARD) - (action.kind is Kind.RESHARD) for action in actions)
     if zero == 3 and whole:
-        return f"leaves stage {actions[0].stage} whole with zero=3, without a RESHARD behind its last use"
+        last = next(action for action in reversed(actions) if action.kind is Kind.UNSHARD)
+        return last, f"leaves stage {last.stage} whole with zero=3, without a RESHARD behind its last use"
     return None
 
 

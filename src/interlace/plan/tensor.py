@@ -53,7 +53,7 @@ def split_dimension(role: Role, dims: str) -> int | None:
     """The dimension that the tensor axis splits; None: the parameter is whole on every rank."""
     if role is Role.EXPERT:
         return dims.split().index("F")
-    return {Role.COLUMN: 0, Role.VOCAB: 0, Role.ROW: 1}.get(role)
+    return {Role.COLUMN: 0, Role.HEAD: 0, Role.VOCAB: 0, Role.ROW: 1}.get(role)
 
 
 def slicing(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -90,13 +90,24 @@ _PAIRS = {
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a table stands in its file: the line of every rank, and (line, column) of every action, as often as it is
+    there.  A column is the number of the cell."""
+
+    lines: tuple[int, ...]
+    cells: Mapping[Action, Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
 class Table:
-    """`rows[rank]`: its actions in order; `placement[stage]`: its rank; `where`: name or file, for messages."""
+    """`rows[rank]`: its actions in order; `placement[stage]`: its rank; `where`: name or file, and `source`: places in
+    it, for messages."""
 
     rows: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
     micro_batches: int
     where: str = field(default="table", compare=False)
+    source: Source | None = field(default=None, compare=False, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -118,6 +129,21 @@ class Table:
     def splits_backward(self) -> bool:
         return any(action.kind is Kind.WEIGHT for row in self.rows for action in row)
 
+    def at(self, rank: int, action: Action | None = None, number: int = 0) -> str:
+        """The table's name, with the place of an action of `rank` (or of its line) where the table is a file's.
+
+        number: which of several times that the action is there.
+        """
+        if self.source is None:
+            return self.where
+        place = self.cell(action, number) if action is not None else ""
+        return f"{self.where}, {place or f'line {self.source.lines[rank]}'}"
+
+    def cell(self, action: Action, number: int = 0) -> str:
+        """Line and column of an action in words; "" where it is in no file."""
+        found = self.source.cells.get(action, ()) if self.source is not None else ()
+        return "line {}, column {}".format(*found[number]) if number < len(found) else ""
+
     def first(self, micro_batches: int) -> Table:
         """The table of the first micro-batches alone: still valid, since no micro-batch needs another.
 
@@ -132,7 +158,7 @@ class Table:
             tuple(action for action in row if action.micro_batch is None or action.micro_batch < micro_batches)
             for row in self.rows
         )
-        return Table(rows, self.placement, micro_batches, self.where)
+        return Table(rows, self.placement, micro_batches, self.where, self.source)
 
     def __str__(self) -> str:
         """One line a rank, actions apart by spaces."""
@@ -172,8 +198,11 @@ def parse_csv(text: str, where: str = "schedule") -> Table:
     """`read_csv` from the text; `where` names it in errors."""
     rows: list[tuple[Action, ...]] = []
     homes: dict[int, tuple[int, str]] = {}  # stage -> rank, where it was first seen
+    lines: list[int] = []
+    places: dict[Action, list[tuple[int, int]]] = {}
     for number, cells in _lines(text):
         row = []
+        lines.append(number)
         for column, cell in enumerate(cells, 1):
             at = f"line {number}, column {column}"
             if not cell:
@@ -189,6 +218,7 @@ def parse_csv(text: str, where: str = "schedule") -> Table:
                     "each stage on one line"
                 )
             row.append(action)
+            places.setdefault(action, []).append((number, column))
         rows.append(tuple(row))
     if not homes:
         raise PlanError(f"{where} holds no action; write a line for each rank, as in 0F0,0B0")
@@ -197,7 +227,7 @@ def parse_csv(text: str, where: str = "schedule") -> Table:
         raise PlanError(f"{where} has stage {max(homes)} but no stage {missing}; number stages from 0 without a gap")
     counts = [a.micro_batch for row in rows for a in row if a.micro_batch is not None]
     placement = tuple(homes[stage][0] for stage in range(len(homes)))
-    return Table(tuple(rows), placement, max(counts, default=-1) + 1, where)
+    return Table(tuple(rows), placement, max(counts, default=-1) + 1, where, Source(tuple(lines), places))
 
 
 def _lines(text: str) -> Iterator[tuple[int, list[str]]]:

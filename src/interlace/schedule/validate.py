@@ -1,6 +1,7 @@
 """Whether a table can run, before anything does: all of it once, in order, without deadlock; and what it holds at most.
 
-A fault is a `PlanError` of one sentence that names the table, the rank and the actions.  Sends and receives are taken
+A fault is a `PlanError` of one sentence that names the table, the rank and the actions, and for a table from a file the
+line and column of the action, or the line of the rank that lacks it.  Sends and receives are taken
 as they are posted: neither stops its rank; what a computation takes in must have been received before it in its row and
 sent by a row that gets there; and in each direction between two ranks receives stand in the order of the sends.
 """
@@ -52,7 +53,7 @@ def _check_complete(table: Table) -> None:
     """Every stage on one rank, every micro-batch through each stage once, forward and back."""
     if len(set(table.placement)) != table.ranks or set(table.placement) != set(range(table.ranks)):
         empty = min(set(range(table.ranks)) - set(table.placement), default=table.ranks)
-        raise PlanError(f"{table.where}: rank {empty} of {table.ranks} has no stage; give it one, or leave it out")
+        raise PlanError(f"{table.at(empty)}: rank {empty} of {table.ranks} has no stage; give it one, or leave it out")
     count: Counter[Action] = Counter()
     for rank, row in enumerate(table.rows):
         for action in row:
@@ -60,26 +61,29 @@ def _check_complete(table: Table) -> None:
             j = action.micro_batch
             if action.stage >= table.stages or (j is not None and j >= table.micro_batches):
                 raise PlanError(
-                    f"{table.where}: rank {rank} runs {action}, beyond {table.stages} stages and {table.micro_batches} "
-                    "micro-batches; remove it"
+                    f"{table.at(rank, action)}: rank {rank} runs {action}, beyond {table.stages} stages and "
+                    f"{table.micro_batches} micro-batches; remove it"
                 )
             if table.placement[action.stage] != rank:
                 raise PlanError(
-                    f"{table.where}: rank {rank} runs {action}, but stage {action.stage} is on rank "
+                    f"{table.at(rank, action)}: rank {rank} runs {action}, but stage {action.stage} is on rank "
                     f"{table.placement[action.stage]}; move it there"
                 )
             if count[action] > 1 and action.kind not in (Kind.UNSHARD, Kind.RESHARD):
-                raise PlanError(f"{table.where}: rank {rank} runs {action} twice; remove one")
+                raise PlanError(f"{table.at(rank, action, 1)}: rank {rank} runs {action} twice; remove one")
     for stage in range(table.stages):
         for j in range(table.micro_batches):
             f, b, i, w = (count[Action(stage, kind, j)] for kind in (F, B, IN, W))
             if f and (b, i, w) in ((1, 0, 0), (0, 1, 1)):
                 continue
-            if b and (i or w):
-                raise PlanError(f"{table.where} has {stage}B{j} beside {stage}{'I' if i else 'W'}{j}; keep one form")
-            lacking = f"{stage}F{j}" if not f else f"{stage}W{j}" if i else f"{stage}I{j}" if w else f"{stage}B{j}"
             rank = table.placement[stage]
-            raise PlanError(f"{table.where}: rank {rank} never runs {lacking}; add it, since every stage needs it once")
+            if b and (i or w):
+                part = Action(stage, IN if i else W, j)
+                raise PlanError(f"{table.at(rank, part)}: rank {rank} has {stage}B{j} beside {part}; keep one form")
+            lacking = f"{stage}F{j}" if not f else f"{stage}W{j}" if i else f"{stage}I{j}" if w else f"{stage}B{j}"
+            raise PlanError(
+                f"{table.at(rank)}: rank {rank} never runs {lacking}; add it, since every stage needs it once"
+            )
 
 
 def _check_order(table: Table, rank: int) -> None:
@@ -96,11 +100,18 @@ def _check_order(table: Table, rank: int) -> None:
             first = Action(stage, F, j)
         elif action.kind is Kind.SEND_B:
             first = next(a for a in (Action(stage, B, j), Action(stage, IN, j)) if a in place)
-        if first is not None and place[first] > at:
-            raise PlanError(f"{table.where}: rank {rank} runs {action} before {first}; swap them")
         receive = receive_of(action, last) if action.is_compute else None
-        if receive is not None and place.get(receive, -1) > at:
-            raise PlanError(f"{table.where}: rank {rank} runs {action} before {receive}; swap them")
+        for earlier in (first, receive):
+            if earlier is not None and place.get(earlier, -1) > at:
+                raise PlanError(
+                    f"{table.at(rank, action)}: rank {rank} runs {action} before {_shown(table, earlier)}; swap them"
+                )
+
+
+def _shown(table: Table, action: Action) -> str:
+    """An action and, where it is in a file, its place."""
+    place = table.cell(action)
+    return f"{action} ({place})" if place else str(action)
 
 
 def _check_lines(table: Table) -> None:
@@ -114,10 +125,10 @@ def _check_lines(table: Table) -> None:
                 stage = action.other.stage
                 if not 0 <= stage <= last:
                     raise PlanError(
-                        f"{table.where}: rank {rank} runs {action}, and there is no stage {stage}; remove it"
+                        f"{table.at(rank, action)}: rank {rank} runs {action}, and there is no stage {stage}; remove it"
                     )
                 if home[stage] == rank:
-                    raise PlanError(f"{table.where}: {action} goes from rank {rank} to itself; remove it")
+                    raise PlanError(f"{table.at(rank, action)}: {action} goes from rank {rank} to itself; remove it")
                 is_send = action.kind in SENDS
                 line = (rank, home[stage]) if is_send else (home[stage], rank)
                 (sent if is_send else received).setdefault(line, []).append(action if is_send else action.other)
@@ -129,19 +140,20 @@ def _check_lines(table: Table) -> None:
                 and home[made.other.stage] != rank
                 and made not in sent.get((rank, home[made.other.stage]), [])
             ):
-                raise PlanError(f"{table.where}: rank {rank} never runs {made}, behind {action}; add it")
+                raise PlanError(f"{table.at(rank, action)}: rank {rank} never runs {made}, behind {action}; add it")
     for line in sorted(sent.keys() | received.keys()):
         ours, theirs = sent.get(line, []), received.get(line, [])
         odd = next((pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]), None)
         if odd is not None:
+            sent_there, runs = odd[0], odd[1].other
             raise PlanError(
-                f"{table.where}: rank {line[0]} sends {odd[0]} where rank {line[1]} runs {odd[1].other}; receive in "
-                "the order of the sends"
+                f"{table.at(line[1], runs)}: rank {line[0]} sends {sent_there} where rank {line[1]} runs {runs}; "
+                "receive in the order of the sends"
             )
         if len(ours) != len(theirs):
             both = min(len(ours), len(theirs))
-            lone = ours[both] if len(ours) > both else theirs[both].other
-            raise PlanError(f"{table.where}: {lone} has no counterpart {lone.other}; add it")
+            lone, rank = (ours[both], line[0]) if len(ours) > both else (theirs[both].other, line[1])
+            raise PlanError(f"{table.at(rank, lone)}: {lone} has no counterpart {lone.other}; add it")
 
 
 def _check_zero(table: Table, rank: int) -> None:
@@ -149,32 +161,35 @@ def _check_zero(table: Table, rank: int) -> None:
     row = table.rows[rank]
     whole: set[int] = set()
     left = Counter(a.stage for a in row if a.kind in (B, W))
+    times: Counter[Action] = Counter()
     for action in row:
         stage = action.stage
+        at = table.at(rank, action, times[action])
+        times[action] += 1
         if action.kind in READS_WEIGHTS and stage not in whole:
-            raise PlanError(f"{table.where}: rank {rank} runs {action} while its weights are not whole; unshard first")
+            raise PlanError(f"{at}: rank {rank} runs {action} while its weights are not whole; unshard first")
         if action.kind is Kind.UNSHARD:
             if stage in whole:
-                raise PlanError(f"{table.where}: rank {rank} runs {action} twice in a row; remove one")
+                raise PlanError(f"{at}: rank {rank} runs {action} twice in a row; remove one")
             whole.add(stage)
         elif action.kind is Kind.RESHARD:
             if stage not in whole:
-                raise PlanError(f"{table.where}: rank {rank} runs {action}, and nothing is whole; remove it")
+                raise PlanError(f"{at}: rank {rank} runs {action}, and nothing is whole; remove it")
             whole.remove(stage)
         elif action.kind in (B, W):
             left[stage] -= 1
         elif action.kind is Kind.REDUCE:
             early = action.micro_batch is None and left[stage]
             if early or (action.micro_batch is not None and not _made(row, action)):
-                raise PlanError(f"{table.where}: rank {rank} runs {action} before all its gradients are there; move it")
+                raise PlanError(f"{at}: rank {rank} runs {action} before all its gradients are there; move it")
     for stage in table.stages_of(rank):
         reduced = [action for action in row if action.kind is Kind.REDUCE and action.stage == stage]
         if not reduced:
-            raise PlanError(f"{table.where}: rank {rank} never runs {stage}REDUCE; add it behind the last backward")
+            raise PlanError(f"{table.at(rank)}: rank {rank} never runs {stage}REDUCE; add it behind the last backward")
         if [action.micro_batch for action in reduced] not in ([None], list(range(table.micro_batches))):
             raise PlanError(
-                f"{table.where}: rank {rank} runs {' '.join(map(str, reduced))}, found {table.micro_batches} "
-                f"micro-batches; reduce once, {stage}REDUCE, or each of them in order"
+                f"{table.at(rank, reduced[-1])}: rank {rank} runs {' '.join(map(str, reduced))}, found "
+                f"{table.micro_batches} micro-batches; reduce once, {stage}REDUCE, or each of them in order"
             )
 
 
@@ -234,7 +249,9 @@ def _circle(table: Table, at: list[int], rank: int, transfers: bool) -> str:
             "B" if Action(missing.stage, B, missing.micro_batch) in table.rows[table.placement[missing.stage]] else "I"
         )
         text = f"{missing.stage}{kind}{missing.micro_batch}" if missing.kind is IN else str(missing)
-        words.append(f"rank {member} stands at {action} until {text} of rank {table.placement[missing.stage]}")
+        words.append(
+            f"rank {member} stands at {_shown(table, action)} until {text} of rank {table.placement[missing.stage]}"
+        )
     return f"{table.where} never ends: {', '.join(words)}; move one of them forward"
 
 

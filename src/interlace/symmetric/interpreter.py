@@ -1,4 +1,4 @@
-"""The only place that touches the inside of Triton's interpreter.
+"""The only place, beside `shortcuts`, that touches the inside of Triton's interpreter.
 
 Stock Triton refuses inline PTX there.  `install` gives its builder a `create_inline_asm` that models the few
 instructions of `interlace.symmetric.device`: fences are no-ops between processes (the interpreter's loads, stores and
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import re
 import time
 import types
@@ -28,6 +27,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from interlace.errors import ConfigError
+from interlace.symmetric import shortcuts
 
 MODELLED = re.compile(
     r"mov\.u64 \$0, %globaltimer|nanosleep\.u32|cp\.async\.bulk\.wait_group 0|fence\.proxy\.async"
@@ -98,17 +98,7 @@ def install() -> None:
             return made[self.fn](*args, **options)
 
         JITFunction.__call__ = call
-        interpreter._patch_lang_tensor = _scalars_as_bounds(interpreter._patch_lang_tensor)
-
-
-def _scalars_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
-    """`range(n)` over a number of the kernel: the interpreter's own way ends with NumPy 2.4, and warns before it."""
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    return patched
+        interpreter._patch_lang_tensor = shortcuts.scalars_as_bounds(interpreter._patch_lang_tensor)
 
 
 @contextlib.contextmanager
@@ -222,10 +212,6 @@ def _flat(pointers: Any, mask: Any) -> Any:
     return data.ravel() if chosen.all() else data[np.broadcast_to(chosen, data.shape)].ravel()
 
 
-def _size(pointers: Any) -> int:
-    return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
-
-
 @functools.cache
 def _word(value: Any) -> str:
     """The name of an enumeration's value, in Triton's Python words."""
@@ -240,21 +226,21 @@ COMPARED |= {"ULT": "<", "ULE": "<=", "UGT": ">", "UGE": ">="}
 def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     """What takes the place of the builder's operations."""
     kind = interpreter.InterpreterBuilder
-    builder = interpreter.interpreter_builder
+    builder, size_of = interpreter.interpreter_builder, shortcuts.element_sizes()
     descriptor = [False]  # set only between a descriptor operation and the load or store it makes
 
     def load(pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool) -> Any:
         proxy, descriptor[0] = descriptor[0], False
         cache, eviction, volatile = cache_modifier, eviction_policy, is_volatile
         uncached = volatile or _word(cache) == "cv"
-        what = Access(_flat(pointers, mask), _size(pointers), False, uncached, proxy)
+        what = Access(_flat(pointers, mask), size_of(pointers.dtype), False, uncached, proxy)
         return watcher.access(
             what, lambda: kind.create_masked_load(builder, pointers, mask, other, cache, eviction, volatile)
         )
 
     def store(pointers: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        what = Access(_flat(pointers, mask), _size(pointers), True, False, proxy)
+        what = Access(_flat(pointers, mask), size_of(pointers.dtype), True, False, proxy)
         return watcher.access(what, lambda: kind.create_masked_store(builder, pointers, value, mask, cache, eviction))
 
     def descriptor_load(*args: Any) -> Any:
@@ -268,7 +254,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     def rmw(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         word = _word(operation)
         changes = word == "xchg" or word == "and" or bool(np.any(value.data))
-        what = Atomic(_flat(pointers, mask), _size(pointers), _word(sem), _word(scope), changes, word)
+        what = Atomic(_flat(pointers, mask), size_of(pointers.dtype), _word(sem), _word(scope), changes, word)
         return watcher.atomic(
             what, lambda: kind.create_atomic_rmw(builder, operation, pointers, value, mask, sem, scope)
         )
@@ -276,7 +262,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     def cas(pointers: Any, old: Any, new: Any, sem: Any, scope: Any) -> Any:
         changes = bool(np.any(old.data != new.data))
         addresses = pointers.data.ravel()
-        what = Atomic(addresses, _size(pointers), _word(sem), _word(scope), changes, "cas", old.data)
+        what = Atomic(addresses, size_of(pointers.dtype), _word(sem), _word(scope), changes, "cas", old.data)
         return watcher.atomic(what, lambda: kind.create_atomic_cas(builder, pointers, old, new, sem, scope))
 
     def compare(name: str, how: str) -> Callable[..., Any]:
@@ -323,147 +309,6 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _quicker() -> Any:
-    """Shortcuts through what the interpreter does many times for each memory operation; results stay the same."""
-    scope = interpreter._LangPatchScope()
-    tensor, semantic = tl.core.tensor, interpreter.TritonSemantic
-    kinds: dict[Any, Any] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {(): (tl.core.constexpr(1), tl.core.tuple([]))}
-    blocks, make_block = dict[Any, Any](), tl.core.block_type.__init__
-    np_dtype, check_types = interpreter._get_np_dtype, semantic.binary_op_type_checking_impl
-    unwrap, constexpr, nested = tl.core._unwrap_if_constexpr, tl.core.constexpr, (list, tuple, tl.core.tuple)
-
-    def cached_np_dtype(kind: Any) -> Any:
-        if isinstance(kind, tl.block_type):
-            kind = kind.element_ty
-        if isinstance(kind, tl.pointer_type):
-            return address
-        found = kinds.get(kind)
-        if found is None:
-            found = kinds[kind] = np_dtype(kind)
-        return found
-
-    def initialise(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type = handle, kind
-        block = kind.is_block()
-        key = tuple([int(n) for n in kind.shape]) if block else ()
-        found = shapes.get(key)
-        if found is None:
-            found = (tl.core.constexpr(math.prod(key)), tl.core.tuple([tl.core.constexpr(n) for n in key]))
-            shapes[key] = found
-        self.numel, self.shape = found
-        self.dtype = kind.element_ty if block else kind
-
-    def initialise_block(self: Any, element: Any, shape: Any) -> None:
-        values = shape.values if type(shape) is tl.core.tuple else shape
-        key = (element.name, *[n.value if type(n) is constexpr else n for n in values])
-        found = blocks.get(key)
-        if found is None:
-            make_block(self, element, shape)
-            found = blocks[key] = (self.shape, self.numel, self.name)
-        self.element_ty = element
-        self.shape, self.numel, self.name = found
-
-    def is_whole(kind: Any) -> bool:
-        return kind is tl.int32 or kind is tl.int64
-
-    def is_usual(kind: Any) -> bool:
-        return kind is tl.int32 or kind is tl.int64 or kind is tl.float32
-
-    def checked(self: Any, left: Any, right: Any, *flags: Any, **options: Any) -> Any:
-        """Numbers of one usual type, some of them Python's, of one shape or one of them a scalar."""
-        if type(left) is int and type(right) is tensor and is_whole(right.dtype):
-            left = constant(self, left, right.dtype) if abs(left) < 1 << 31 else left
-        elif type(right) is int and type(left) is tensor and is_whole(left.dtype):
-            right = constant(self, right, left.dtype) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor and left.dtype is right.dtype and is_usual(left.dtype):
-            if left.shape is right.shape:
-                return left, right
-            if not left.shape.values:
-                return spread(left, right), right
-            if not right.shape.values:
-                return left, spread(right, left)
-        return check_types(self, left, right, *flags, **options)
-
-    def spread(scalar: Any, block: Any) -> Any:
-        data = np.full(block.handle.data.shape, scalar.handle.data, dtype=scalar.handle.data.dtype)
-        return tensor(interpreter.TensorHandle(data, scalar.dtype), block.type)
-
-    def cast(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
-        return value if value.dtype is kind else convert(self, value, kind, rounding)
-
-    def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
-        if type(value) is tensor:
-            return value
-        if type(value) is not int:
-            return make_tensor(self, value, check_type)
-        found = numbers.get(value)
-        if found is None:
-            found = numbers[value] = make_tensor(self, value)
-        return found
-
-    def constant(self: Any, value: Any, dtype: Any) -> Any:
-        key = (value, type(value), dtype)
-        found = numbers.get(key)
-        if found is None:
-            found = numbers[key] = make_constant(self, value, dtype)
-        return found
-
-    def broadcast(self: Any, left: Any, right: Any) -> Any:
-        return (left, right) if left.shape is right.shape else make_alike(self, left, right)
-
-    def added(self: Any, left: Any, right: Any, sanitize_overflow: bool) -> Any:
-        """A pointer, or pointers, and offsets; the usual numbers of one shape."""
-        if type(right) is int and type(left) is tensor and left.dtype is not tl.int1:
-            right = constant(self, right, tl.int32) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor:
-            if left.shape is right.shape:
-                if left.dtype is right.dtype and is_usual(left.dtype):
-                    made = self.builder.create_add if left.dtype is not tl.float32 else self.builder.create_fadd
-                    return tensor(made(left.handle, right.handle), left.type)
-                if is_whole(right.dtype) and left.dtype.is_ptr():
-                    return tensor(self.builder.create_addptr(left.handle, right.handle), left.type)
-            elif is_whole(right.dtype) and not left.shape.values and left.dtype.is_ptr():
-                made = self.builder.create_addptr(left.handle, right.handle)
-                return tensor(made, tl.core.block_type(left.dtype, right.shape))
-        return add(self, left, right, sanitize_overflow)
-
-    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
-        """A builtin that is given the interpreter's semantics, without a wrapper around a wrapper."""
-        raw = getattr(member, "__wrapped__", member)
-
-        def call(*args: Any, **options: Any) -> Any:
-            options["_semantic"] = interpreter.interpreter_semantic
-            return raw(*args, **options)
-
-        changes.set_attr(owner, name, call)
-
-    def unwrapped(value: Any) -> Any:
-        kind = type(value)
-        if kind is constexpr:
-            return value.value
-        return unwrap(value) if kind in nested else value
-
-    address = np.dtype(np.uint64)
-    numbers, convert = dict[Any, Any](), semantic.cast
-    make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
-    make_alike, add = semantic.broadcast_impl_value, semantic.add
-    scope.set_attr(interpreter, "_get_np_dtype", cached_np_dtype)
-    scope.set_attr(interpreter, "_patch_attr", patch)
-    scope.set_attr(interpreter, "_patch_lang_tensor", _scalars_as_bounds(interpreter._patch_lang_tensor))
-    scope.set_attr(tl.core, "_unwrap_if_constexpr", unwrapped)
-    scope.set_attr(tensor, "__init__", initialise)
-    scope.set_attr(tl.core.block_type, "__init__", initialise_block)
-    scope.set_attr(semantic, "binary_op_type_checking_impl", checked)
-    scope.set_attr(semantic, "to_tensor", to_tensor)
-    scope.set_attr(semantic, "scalar_constant", constant)
-    scope.set_attr(semantic, "broadcast_impl_value", broadcast)
-    scope.set_attr(semantic, "add", added)
-    scope.set_attr(semantic, "cast", cast)
-    scope.set_attr(interpreter.TensorHandle, "__post_init__", lambda handle: None)
-    return scope
-
-
 @contextlib.contextmanager
 def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
     """Inside the block every kernel is interpreted under a watcher; `cache` keeps rewritten functions."""
@@ -485,11 +330,13 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
         """Of candidates the first: there is nothing to time here."""
         self.fn.run(*args, **{**self.configs[0].all_kwargs(), **options})
 
-    scope_of_types, options = _quicker(), builder.options
+    quicker, options = shortcuts.take(), builder.options
     everywhere = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
     scope = interpreter._patch_lang(everywhere)
     try:
-        vars(builder).update(_watching(watcher), options=replace(options, sanitize_overflow=False))
+        vars(builder).update(
+            _watching(watcher), **shortcuts.operations(), options=replace(options, sanitize_overflow=False)
+        )
         for each in classes:
             each.run, each.__call__ = run, call
         Autotuner.run = first
@@ -503,4 +350,4 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
         vars(builder).clear()
         vars(builder).update(before)
         scope.restore()
-        scope_of_types.restore()
+        quicker.restore()

@@ -2,14 +2,10 @@
 
 The same seed and data go through one process, which knows nothing of parallel code (`reference`), and through the plan
 (`under_plan`).  Both step with plain SGD, eager, in fp32: AdamW would hide a constant factor and amplify rounding.
-Compared are the loss of every step, every gradient of the first, and the final weights; two tensors are equal when
-
-    max |a - b|  <=  1e-5 * max |reference|
-
-An elementwise relative error would not do: sums that cancel lose digits in any order.  Ranks that hold a tensor whole
-must hold the same bits.  And on every rank, resident bytes of weights, gathered copies, gradients and optimizer, FLOPs
-of matrix products, and bytes sent by collective must lie within 1 % of `plan.share`; a plan that secretly keeps
-everything fails there.
+Compared are the loss of every step, every gradient of the first, and the final weights (`train.difference` says when
+two tensors are equal).  Ranks that hold a tensor whole must hold the same bits.  And on every rank, resident bytes of
+weights, gathered copies, gradients and optimizer, FLOPs of matrix products, and bytes sent by collective must lie
+within 1 % of `plan.share`; a plan that secretly keeps everything fails there.
 
 `exact` asks for more: the same bits.  Under `run.reproducible = "plan"` the steps as configured, AdamW included, run
 under dp=1 and under the plan, and losses, norms and the digest of the weights must be equal.
@@ -24,8 +20,8 @@ import math
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
+from interlace.errors import InterlaceError
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
 from interlace.plan.context import pieces, places
@@ -45,28 +42,16 @@ from interlace.plan.share import share
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
 from interlace.train.data import IGNORED, Dataset
+from interlace.train.difference import TOLERANCE, Difference, Zeros, compare, relative
 from interlace.train.step import forward_backward, steer, train_step, update
 from interlace.world import World
 
-TOLERANCE = 1e-5
 RESIDENT_TOLERANCE = 0.01
 LEARNING_RATE = 0.1
 LOOKS = 20  # at the tensors in memory, a twentieth of a second apart
 SLICE = 8  # sequences that the reference computes at a time
 BITS = f"{__name__}:bits"
 UNDER_PLAN = f"{__name__}:under_plan"  # what the plan's ranks run; a test of the proof itself sets a faulty one
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference of a tensor, in units of the reference's largest value."""
-
-    name: str
-    error: float
-
-    @property
-    def equal(self) -> bool:
-        return self.error <= TOLERANCE  # not-a-number is not
 
 
 @dataclass(frozen=True)
@@ -135,13 +120,21 @@ def sweep(cfg: Config, plans: Sequence[ParallelPlan], steps: int, device: str = 
         argument = {"steps": steps, "folder": name}
         run = functools.partial(run_local, device=device, timeout=cfg.run.timeout)
         alone = run(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument})[0]
+
+        @functools.cache
+        def exactly() -> bool:
+            try:
+                run(f"{__name__}:reference", 1, {"config": one.to_toml(), **argument, "exact": True})
+            except InterlaceError:  # no room for fp64: what differs differs
+                return False
+            return True
+
         for plan in plans:
             split = replace(cfg, plan=plan)
+            for written in Path(name).glob("*-plan-*"):  # by a plan of more stages
+                written.unlink()
             ranks = run(UNDER_PLAN, plan.world, {"config": split.to_toml(), **argument})
-            report = judge(split, Path(name), alone, ranks)
-            for file in Path(name).glob("*-plan-*"):  # a plan of fewer stages would leave those of others
-                file.unlink()
-            yield report
+            yield judge(split, Path(name), alone, ranks, exactly)
 
 
 def verdict(report: Report) -> str:
@@ -153,20 +146,31 @@ def verdict(report: Report) -> str:
     return f'{"equal" if report.passed else "WRONG"}  "{report.plan}"  {found}'
 
 
-def judge(cfg: Config, folder: Path, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> Report:
+def judge(
+    cfg: Config,
+    folder: Path,
+    alone: dict[str, Any],
+    ranks: list[dict[str, Any]],
+    exactly: Callable[[], bool] = lambda: False,
+) -> Report:
     """Compares what `reference` and, by rank, `under_plan` returned and left in `folder`.
+
+    exactly: runs the reference in fp64 into `folder`, once, and says whether it could; called when tensors differ.
 
     Differences stand in the order of the run: the first loss, gradients as backward comes past their parameters, the
     losses after it, weights.  So the first of them that is too large is nearest to where a plan goes wrong.
     """
+    moved = cfg.train.learning_rate * len(alone["losses"])
+    unit_of = {parameter.name: parameter.unit for parameter in spec.parameters(cfg.model_config())}
+    zeros = Zeros(folder, exactly, unit_of, moved)
     losses = [
-        Difference(f"loss of step {step + 1}", _relative(abs(a - b), abs(b)))
+        Difference(f"loss of step {step + 1}", relative(abs(a - b), abs(b)))
         for step, (a, b) in enumerate(zip(ranks[0]["losses"], alone["losses"], strict=True))
     ]
     order = [parameter.name for parameter in reversed(spec.parameters(cfg.model_config()))]
     differences = losses[:1]
     for what in ("gradient", "weight"):
-        differences += _compare(sorted(folder.glob(f"{what}-plan*")), folder / f"{what}-reference", what, order)
+        differences += compare(sorted(folder.glob(f"{what}-plan*")), folder / f"{what}-reference", what, zeros, order)
         size = len(ranks) // cfg.plan.pp
         differences += [
             Difference(f"{what}s on rank {rank}, beside rank {rank // size * size}'s", math.inf)
@@ -187,7 +191,8 @@ def lines(report: Report) -> Iterator[str]:
         yield f"rank {account.rank}  {account.what:<28}{account.found:>16,}   expected {account.expected:>16,}{mark}"
     largest, beyond = report.largest, report.first_beyond
     compared = f"{len(report.differences)} figures over {report.steps} steps"
-    yield f"largest difference: {largest.error:.2e} of the tensor's largest value, in {largest.name}"
+    scale = "its layer's largest gradient" if largest.of_unit else "the tensor's largest value"
+    yield f"largest difference: {largest.error:.2e} of {scale}, in {largest.name}"
     if beyond is not None:
         yield f"first beyond {TOLERANCE:g}: {beyond.name} ({beyond.error:.2e})"
     wrong = sum(not account.holds for account in report.accounts)
@@ -260,16 +265,20 @@ def exact_lines(report: Exact) -> Iterator[str]:
 # --- what the processes run ----------------------------------------------------------------------------------------
 
 
-def reference(world: World, config: str, steps: int, folder: str) -> dict[str, Any]:
-    """The plain loop of one process: no engine, no collectives.  Writes gradients and weights to `folder`."""
+def reference(world: World, config: str, steps: int, folder: str, exact: bool = False) -> dict[str, Any]:
+    """The plain loop of one process: no engine, no collectives.  Writes gradients and weights to `folder`.
+
+    exact: in fp64, from the same values.
+    """
+    name = "exact" if exact else "reference"
     cfg = loads(config)
     model_cfg = cfg.model_config()
     dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
-    decoder = Decoder(model_cfg, device=world.device, dtype=torch.float32)
+    decoder = Decoder(model_cfg, device=world.device, dtype=torch.float64 if exact else torch.float32)
     values = sessions.initial_values(cfg, model_cfg, world.device)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(values(name, 0, parameter.numel()).view(parameter.shape))
+        for key, parameter in decoder.named_parameters():
+            parameter.copy_(values(key, 0, parameter.numel()).view(parameter.shape))
     sessions.fill_buffers(decoder, values, world.device)
     decays = {parameter.name: parameter.decay for parameter in spec.parameters(model_cfg)}
     named = dict(decoder.named_parameters())
@@ -296,7 +305,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
             loss += total.item() / max(labels, 1)
         losses.append(loss)
         if step == 0:
-            _write(folder, "gradient-reference", {n: p.grad for n, p in named.items() if p.grad is not None})
+            _write(folder, f"gradient-{name}", {n: p.grad for n, p in named.items() if p.grad is not None})
         if step == 1:
             batch = len(indices)
             if model_cfg.num_experts:
@@ -311,7 +320,7 @@ def reference(world: World, config: str, steps: int, folder: str) -> dict[str, A
         if loads_LY is not None:
             decoder.steer(loads_LY)
         cursor = dataset.advance(cursor, cfg.train.global_batch)
-    _write(folder, "weight-reference", {n: p.detach() for n, p in named.items()} | dict(decoder.named_buffers()))
+    _write(folder, f"weight-{name}", {n: p.detach() for n, p in named.items()} | dict(decoder.named_buffers()))
     return {"losses": losses, "batch": batch, "documents": documents}
 
 
@@ -466,31 +475,6 @@ ADDED = {torch.ops.aten.addmm: _added_product, torch.ops.aten.addmm_: _added_pro
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
-
-
-def _compare(plan: Sequence[Path], reference: Path, what: str, order: Sequence[str]) -> Iterator[Difference]:
-    """The tensors of all stages with the reference's, in an order of names, others behind; what two stages hold must
-    have the same bits on both."""
-    places = {name: place for place, name in enumerate(order)}
-    with ExitStack() as stack:
-        stages = [stack.enter_context(safe_open(path, "pt")) for path in plan]
-        theirs = stack.enter_context(safe_open(reference, "pt"))
-        names = sorted(theirs.keys(), key=lambda name: (places.get(name, len(places)), name))
-        holders = {name: [stage for stage in stages if name in set(stage.keys())] for name in names}
-        missing = [name for name in names if not holders[name]]
-        yield from (Difference(f"{what} of {name} (missing)", math.inf) for name in missing)
-        for name in names:
-            if name in missing:
-                continue
-            a, b = holders[name][0].get_tensor(name), theirs.get_tensor(name)
-            if not all(torch.equal(a, other.get_tensor(name)) for other in holders[name][1:]):
-                yield Difference(f"{what} of {name}, which stages hold differently", math.inf)
-            apart = (a - b).abs().max().item() if a.numel() else 0.0
-            yield Difference(f"{what} of {name}", _relative(apart, b.abs().max().item() if b.numel() else 0.0))
-
-
-def _relative(apart: float, scale: float) -> float:
-    return apart / scale if scale > 0 else (0.0 if apart == 0 else math.inf)
 
 
 def _visits(cfg: Config, folder: Path, batch: int) -> Visits:

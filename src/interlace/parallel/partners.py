@@ -1,0 +1,137 @@
+"""What a table of roles gets wrong between two products, told by the names of both instead of by shapes.
+
+A COLUMN product makes a slice of its features, and a ROW product takes one.  So a table that names one of two products
+that belong together, or cuts them in different places, ends where a tensor of one size meets another.  Where two are
+cut differently the sizes alone tell, before anything runs (`check`).  Which product feeds which only a run tells: until
+the module has run once, `Watch` looks at what its products are given and make, then it is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from interlace.errors import ConfigError
+from interlace.parallel.part import Part
+from interlace.spec import Role
+
+Given = Mapping[str, tuple[Role, int]]
+
+
+def check(splitting: Given, parts: Mapping[str, Part]) -> None:
+    """`ConfigError` for a ROW product cut elsewhere than every COLUMN product of its size in the nearest module around
+    it that has one."""
+    for name, (role, chunk) in splitting.items():
+        if role is not Role.ROW:
+            continue
+        row, scope = parts[f"{name}.weight"].slicing, name
+        near: list[str] = []
+        while scope and not near:
+            scope = scope.rpartition(".")[0]
+            inside = f"{scope}." if scope else ""
+            near = [other for other, (its, _) in splitting.items() if its is Role.COLUMN and other.startswith(inside)]
+        equal = [other for other in near if parts[f"{other}.weight"].shape[0] == row.shape[1]]
+        cuts = [parts[f"{other}.weight"].slicing for other in equal]
+        if equal and all((cut.bounds, cut.copies) != (row.bounds, row.copies) for cut in cuts):
+            kept = splitting[equal[0]][1]
+            raise ConfigError(
+                f"roles cuts the {row.shape[1]} features of {equal[0]} (COLUMN) at {_cuts(cuts[0].bounds)} and those "
+                f"of {name} (ROW) at {_cuts(row.bounds)}, since {kept} and {chunk} stay together; give both the same."
+            )
+
+
+def _cuts(bounds: tuple[int, ...]) -> str:
+    return ", ".join(map(str, bounds[1:-1])) or "no place"
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product that has run: its features here, and all of them.  role: None for one that stays whole."""
+
+    name: str
+    role: Role | None
+    here: int
+    features: int
+    chunk: int
+
+
+class Watch:
+    """Stands around a module's forward until it has run once, and says `ConfigError` where products do not match."""
+
+    def __init__(self, module: nn.Module, splitting: Given, parts: Mapping[str, Part]) -> None:
+        self.ran: list[_Product] = []
+        self._plain, self._module = module.forward, module
+        self._hooks = []
+        for name, inner in module.named_modules():
+            role, chunk = splitting.get(name, (None, 1))
+            if isinstance(inner, nn.Embedding) or not isinstance(getattr(inner, "weight", None), nn.Parameter):
+                continue
+            if isinstance(inner, nn.Linear) or role in (Role.COLUMN, Role.ROW):
+                part = parts[f"{name}.weight"]
+                self._hooks.append(inner.register_forward_pre_hook(self._before(name, role, part)))
+                self._hooks.append(inner.register_forward_hook(self._behind(name, role, part, chunk)))
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran.clear()
+        try:
+            made = self._plain(*args, **kwargs)
+        except RuntimeError as error:
+            told = self._told(error)
+            if told is None:
+                raise
+            raise told from None
+        for hook in self._hooks:
+            hook.remove()
+        del self._module.forward
+        return made
+
+    def _before(self, name: str, role: Role | None, part: Part) -> Any:
+        whole = part.shape[1]
+        takes = part.bound[1] - part.bound[0] if role is Role.ROW else whole
+
+        def look(module: Any, args: tuple[Any, ...]) -> None:
+            if not args or not isinstance(args[0], Tensor) or args[0].shape[-1] == takes:
+                return
+            given = args[0].shape[-1]
+            source = next((p for p in reversed(self.ran) if p.here == given), None)
+            if role is Role.ROW and source is not None and source.role is not Role.COLUMN:
+                raise ConfigError(
+                    f"roles makes {name} ROW, so that it takes {takes} of {whole} features on this rank, and "
+                    f"{source.name} gives it all {given}; give {source.name} the role COLUMN."
+                )
+            if source is not None and source.role is Role.COLUMN:
+                own = "which has no role" if role is None else f"which is {role.name}"
+                wanted = "give both as many rows that stay together" if role is Role.ROW else f"make {name} ROW"
+                raise ConfigError(
+                    f"roles makes {source.name} COLUMN, whose {given} of {source.features} features on this rank go to "
+                    f"{name}, {own} and takes {takes}; {wanted}."
+                )
+
+        return look
+
+    def _behind(self, name: str, role: Role | None, part: Part, chunk: int) -> Any:
+        def note(module: Any, args: Any, made: Any) -> None:
+            if isinstance(made, Tensor):
+                self.ran.append(_Product(name, role, made.shape[-1], part.shape[0], chunk))
+
+        return note
+
+    def _told(self, error: RuntimeError) -> ConfigError | None:
+        """Of a message that holds two sizes, in features or heads, that a column here and a whole product have."""
+        numbers = set(map(int, re.findall(r"\d+", str(error))))
+        for column in (p for p in reversed(self.ran) if p.role is Role.COLUMN and p.here != p.features):
+            sizes = {column.here, column.features}, {column.here // column.chunk, column.features // column.chunk}
+            whole = (p for p in reversed(self.ran) if p.role is None and p.here == column.features)
+            partner = next(whole, None)
+            if partner is not None and any(both <= numbers for both in sizes):
+                return ConfigError(
+                    f"roles makes {column.name} COLUMN, whose {column.here} of {column.features} features on this rank "
+                    f"meet all {partner.here} of {partner.name}, which has no role; give {partner.name} the role "
+                    "COLUMN too."
+                )
+        return None
