@@ -38,7 +38,7 @@ def sentences(source: str, names: tuple[str, ...]) -> Iterator[str]:
         for node in ast.walk(functions[name]):
             value: ast.expr | None = None
             if isinstance(node, ast.Return):
-                value = node.value
+                value = node.value.elts[-1] if isinstance(node.value, ast.Tuple) else node.value  # beside an action
             elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 value = node.exc.args[0]
             elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

@@ -62,10 +62,10 @@ def _disorder(actions: Sequence[Action]) -> tuple[Action, str] | None:
         made = [action for action in actions if action.kind in (Kind.BACKWARD, kind)]
         for one, following in itertools.pairwise(made):
             if (one.micro_batch or 0) > (following.micro_batch or 0):
-                fault = (
-                    f'runs {one} before {following}, and run.reproducible = "plan" adds micro-batches in their order'
+                return (
+                    one,
+                    f'runs {one} before {following}, and run.reproducible = "plan" adds micro-batches in their order',
                 )
-                return one, fault
     return None
 
 
