@@ -1,0 +1,23 @@
+"""The command line: parses, checks before any process starts, and says failures in one sentence.
+
+    interlace train [RUN.toml] [--parallel "dp=4 zero=3"] [--set train.steps=50 ...] [--resume auto|DIR]
+    interlace verify [RUN.toml] --parallel "dp=4 zero=3" [--steps N] [--exact]
+    interlace verify [RUN.toml] --sweep N [--seed S]
+    interlace data [RUN.toml] --steps A:B
+    interlace export RUN FOLDER
+    interlace generate RUN --prompt "..."
+    interlace report RUN | TRACE.json[.gz] ... [--against OTHER] [--steps A:B]
+    interlace check MODULE.py:LAUNCH [--ranks 2,3,4] [--schedules 1000]
+
+One file for each group of commands.  Everything heavy is imported inside a command.  Exit codes are those of
+`interlace.errors`.
+"""
+
+from interlace.cli import train, verify, report, check  # isort: skip - commands are listed in this order
+from interlace.cli.options import app
+
+__all__ = ["app", "check", "main", "report", "train", "verify"]
+
+
+def main() -> None:
+    app()
