@@ -60,6 +60,8 @@ class ParallelPlan(Section):
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
     what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
     other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
+    `overlap`: off lets every transfer run by itself; otherwise transfers run beside products, and those of `tp` as plain
+    collectives (plain), by the best fused kernel (fused), or fused where the device's table says that it wins (auto).
     """
 
     _place: ClassVar[str] = ""
@@ -78,7 +80,7 @@ class ParallelPlan(Section):
     micro_batches: Positive = 1
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
-    overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+    overlap: Annotated[str, OneOf(("auto", "plain", "fused", "off"))] = "auto"
     transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
     exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"

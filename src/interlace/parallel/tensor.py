@@ -43,15 +43,16 @@ from interlace.spec import Parameter, Role
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The tensor axis: its ranks, whether the residual stream is split, whether transfers run beside products.
+    """The tensor axis: its ranks, whether the residual stream is split, how transfers run beside products.
 
+    overlap: "auto", "plain", "fused" or "off", as `kernels.tune.lookup` has it; "off" is every transfer by itself.
     reruns: whole blocks are run again in backward.  A run that ends early, as torch's checkpoint does once everything
     saved is back, leaves out the last product of a block only if it stands by itself.
     """
 
     group: Group
     sequence: bool = True
-    overlap: bool = True
+    overlap: str = "auto"
     reruns: bool = False
 
     def count(self, context: Any) -> int | None:
@@ -125,9 +126,10 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
         if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, self.axis.group, self.axis.overlap and not self.axis.reruns)[None]
+            overlap = "off" if self.axis.reruns else self.axis.overlap
+            made = matmul_scatter(x, self.weight, self.axis.group, overlap)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group)
+            made = matmul_reduce(x, self.weight, self.axis.group, "off" if self.axis.reruns else self.axis.overlap)
         return made if self.bias is None else made + self.bias
 
 
