@@ -51,7 +51,7 @@ from interlace.train.step import train_step
 def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> Variant:
     table = {parameter.name: parameter for parameter in spec.parameters(cfg)}
     made = decoder(cfg, "meta", "-eager" not in name)
-    axis = Axis(groups["tp"], sequence="-whole" not in name, overlap="-serial" not in name)
+    axis = Axis(groups["tp"], sequence="-whole" not in name, overlap="off" if "-serial" in name else "auto")
     parts = split_decoder(made, spec.parameters(cfg), axis, holding(groups, "tp", 90.0))
     model = DataParallel(
         made,
@@ -59,7 +59,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         units=("embedding", "blocks.*", "head"),
         gradients="sum",
         compute_dtype=torch.bfloat16,
-        overlap=axis.overlap,
+        overlap=axis.overlap != "off",
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
         parts=parts,

@@ -60,7 +60,7 @@ class ParallelPlan(Section):
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
     what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
     other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
-    `overlap`: off lets every transfer run by itself; otherwise transfers run beside products, and those of `tp` as plain
+    `overlap`: off lets every transfer run by itself; otherwise they run beside products, and those of `tp` as plain
     collectives (plain), by the best fused kernel (fused), or fused where the device's table says that it wins (auto).
     """
 

@@ -124,11 +124,8 @@ def forced(name: str, options: Options | None = None) -> Iterator[None]:
         _FORCED.pop()
 
 
-def choose(problem: Problem, device: torch.device) -> Candidate:
-    """The candidate for a problem: forced, or as the table of `kernels/tune.py` says, or "plain".
-
-    `tune.lookup(problem, device)` answers with a name and `Options`, or None.
-    """
+def choose(problem: Problem, device: torch.device, policy: str = "auto") -> Candidate:
+    """The candidate for a problem: forced, or as the table says by a policy (see `kernels.tune.lookup`), or "plain"."""
     known = candidates(problem.op)
     for name, options in reversed(_FORCED):
         if name in known:
@@ -137,16 +134,8 @@ def choose(problem: Problem, device: torch.device) -> Candidate:
                 raise ConfigError(f'"{name}" for {problem.op}: {reason}; take "plain".')
             return replace(known[name], options=options)
     if problem.world > 1:
-        found = _lookup(problem, device)
-        if found is not None and known[found[0]].refuses(problem, device) is None:
-            return replace(known[found[0]], options=found[1])
+        from interlace.kernels import tune  # it measures what registers here
+
+        name, options = tune.lookup(problem, device, policy)
+        return replace(known[name], options=options)
     return known["plain"]
-
-
-def _lookup(problem: Problem, device: torch.device) -> tuple[str, Options] | None:
-    try:
-        tune: Any = importlib.import_module("interlace.kernels.tune")
-    except ModuleNotFoundError:
-        return None
-    found: tuple[str, Options] | None = tune.lookup(problem, device)
-    return found

@@ -82,14 +82,14 @@ class Operands:
         return out if self.bias is None else out + self.bias.float(), gathered
 
     def error(self, call: Call, expected: tuple[Tensor, Tensor | None]) -> float:
-        """The largest difference of any rank after `call()`, in units of the largest value; inf where not written."""
+        """This rank's largest difference after `call()`, in units of the largest value; inf where not written."""
         results = [(self.out, expected[0])]
         if self.gathered is not None and expected[1] is not None:
             results.append((self.gathered, expected[1]))
         for got, _ in results:
             got.fill_(float("nan"))
         call()
-        return worst([_difference(got, wanted) for got, wanted in results], self.group)
+        return max(_difference(got, wanted) for got, wanted in results)
 
 
 def tolerance(dtype: torch.dtype, world: int) -> float:
@@ -120,11 +120,11 @@ def everyone(value: object, group: Group) -> list[object]:
 
 def worst(values: Sequence[float], group: Group) -> float:
     """The largest of all values of all ranks."""
-    return max(max(rank) for rank in everyone(list(values), group))  # type: ignore[call-overload, type-var]
+    return max(max(rank) for rank in everyone(list(values), group))  # type: ignore[call-overload]
 
 
 def attempt(call: Callable[[], T], group: Group) -> T | str:
-    """What `call` returns; or, on every rank alike, the first rank's sentence of why it could not."""
+    """What `call`, which meets no other rank, returns; or, on all alike, the first rank's sentence of why it failed."""
     said, value = "", None
     try:
         value = call()

@@ -175,10 +175,9 @@ def store(path: Path, device: str, entries: Sequence[Entry]) -> Table:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             table = Table.load(path, device).joined(entries)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                file.write(table.to_json())
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as new:
+                (Path(new) / path.name).write_text(table.to_json(), encoding="utf-8")
+                os.replace(Path(new) / path.name, path)
         finally:
             os.close(folder)
     except OSError as error:

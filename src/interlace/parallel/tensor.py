@@ -111,7 +111,7 @@ class SharedColumns(nn.Module):
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         count = self.axis.count(context)
-        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap)
+        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap != "off")
         return made
 
 
@@ -126,10 +126,10 @@ class Row(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
         if self.axis.sequence:
-            overlap = "off" if self.axis.reruns else self.axis.overlap
+            overlap = self.axis.overlap != "off" and not self.axis.reruns
             made = matmul_scatter(x, self.weight, self.axis.group, overlap)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group, "off" if self.axis.reruns else self.axis.overlap)
+            made = matmul_reduce(x, self.weight, self.axis.group)
         return made if self.bias is None else made + self.bias
 
 
@@ -165,7 +165,7 @@ class SplitVocabulary(nn.Module):
     def forward(self, x: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Any, rows: Any) -> Tensor:
         group, count = self.axis.group, self.axis.count(context)
         if labels_BT is None:
-            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap)
+            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap != "off")
             return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
         labels_N = labels_BT.flatten()
         return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)

@@ -27,7 +27,9 @@ OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 # Rows and columns of an output tile, and the share of the best rate that a product of such tiles reaches.
 TILES = ((256, 128, 1.0), (128, 128, 0.96), (128, 64, 0.85), (64, 64, 0.7))
-SHORT = 1.13  # a product of a few waves over one under sustained load: the clocks of a cool card (H200: 790 over 692 TF)
+SHORT = (
+    1.13  # a product of a few waves over one under sustained load: the clocks of a cool card (H200: 790 over 692 TF)
+)
 SLICES = 4  # of K, or of the rows that a peer gets, where a candidate cuts its work
 
 
@@ -107,9 +109,7 @@ def _gathers(
     }
 
 
-def _scatters(
-    topology: Topology, link: Link, product: Product, M: int, share: float, world: int
-) -> dict[str, float]:
+def _scatters(topology: Topology, link: Link, product: Product, M: int, share: float, world: int) -> dict[str, float]:
     own, whole, step = M / world, product(M), topology.kernel_latency
     added = (world + 1) * share / topology.hbm_bandwidth + step  # the sum of what came
 
