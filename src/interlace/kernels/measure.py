@@ -70,13 +70,13 @@ class Operands:
             candidate(self.x, self.weight, self.bias, self.group, self.out)
 
     def expected(self) -> tuple[Tensor, Tensor | None]:
-        """(out, gathered) in fp32, by plain collectives; the product in fp32 too."""
+        """(out, gathered) in fp32, by plain collectives and a product with fp32 sums."""
         group, gathered = self.group, None
         if self.problem.op == "all_gather_matmul":
-            gathered = start_gather(self.x.float(), group, self.problem.M).wait()
-            out = gathered @ self.weight.float().t()
+            gathered = start_gather(self.x, group, self.problem.M).wait()
+            out = _wide(gathered, self.weight)
         else:
-            part = self.x.float() @ self.weight.float().t()
+            part = _wide(self.x, self.weight)
             start = start_scatter if self.problem.op == "matmul_reduce_scatter" else start_reduce
             out = start(part, group).wait()
         return out if self.bias is None else out + self.bias.float(), gathered
@@ -89,7 +89,14 @@ class Operands:
         for got, _ in results:
             got.fill_(float("nan"))
         call()
-        return max(_difference(got, wanted) for got, wanted in results)
+        return max(difference(got, wanted) for got, wanted in results)
+
+
+def _wide(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
+    """The product of the same numbers in fp32, [M N]; on a GPU by the units that read 16 bits, which is far quicker."""
+    if x_MK.device.type == "cuda" and x_MK.dtype.itemsize == 2:
+        return torch.mm(x_MK, weight_NK.t(), out_dtype=torch.float32)
+    return x_MK.float() @ weight_NK.float().t()
 
 
 def tolerance(dtype: torch.dtype, world: int) -> float:
@@ -97,7 +104,8 @@ def tolerance(dtype: torch.dtype, world: int) -> float:
     return 1e-5 if dtype == torch.float32 else (world + 1) * torch.finfo(dtype).eps / 2
 
 
-def _difference(got: Tensor, wanted: Tensor) -> float:
+def difference(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference in units of the largest value; inf where `got` holds a NaN."""
     if got.numel() == 0:
         return 0.0
     off = (got.float() - wanted).abs().max().item()

@@ -1,0 +1,396 @@
+"""Products of the tensor axis beside their transfers: every candidate, PyTorch's ways, what is chosen, and the targets.
+
+    python benchmarks/fused_matmul.py --out FILE.json [--rows A:B] [--only bulk,llama-70b,tp=8] [--budget SECONDS]
+        [--table FILE.json] [--nproc N] [--rounds 12]
+    python benchmarks/fused_matmul.py --list [--only ...]        the rows, with their numbers
+    python benchmarks/fused_matmul.py --report FILE.json         what earlier runs have found
+    python benchmarks/fused_matmul.py --smoke                    tiny rows, on CPU ranks too
+
+Starts its own ranks.  A row: every way is held against a reference first (what is wrong is named and left out), then
+all run in turn, `--rounds` times; up to 256 rows as replayed CUDA graphs.  The slowest rank counts.  Results join those in
+`--out` (a row measured again replaces the older), and FILE.md beside it holds the table and the targets of all.
+
+`--table` is a table of measurements (`kernels.table`): rows whose class it holds are judged by what it chooses; for
+others the choice is made from the even rounds and judged by the odd ones, and then joins the table.  Held-out rows
+never join it: what is chosen for them comes from their neighbours.  Without --table it is the package's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import fused_rows
+import fused_targets
+import peers.torch_fused as torch_ways
+from fused_rows import Row
+
+from interlace import launch
+from interlace.collectives import Group, make_groups
+from interlace.collectives.window import make_windows
+from interlace.kernels import measure, table, tune
+from interlace.kernels.candidate import Problem
+from interlace.kernels.measure import Operands
+from interlace.kernels.table import Entry, Table
+from interlace.mesh import Mesh
+from interlace.plan.fused import wire_bytes
+from interlace.world import World
+
+LONG = 0.6  # seconds that the rounds of one row may take together; long rows have fewer
+FEWEST = 5
+
+
+@dataclass
+class Setup:
+    """What rows share: the ranks (twice, since what a graph has captured changes a group's workspace), the peers'
+    memory, why some are missing, and the rate of a copy engine in bytes/s."""
+
+    group: Group
+    captured: Group
+    memories: dict[str, torch_ways.Memory]
+    missing: dict[str, str]
+    rate: float
+    found: Table
+    rounds: int
+    seed: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+
+def set_up(world: World, given: dict[str, Any]) -> Setup:
+    group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)["tp"]
+    memories, missing = {"serial nccl": torch_ways.Memory(None, group.process_group)}, {}
+    others: dict[str, Callable[[Group], torch_ways.Memory]] = {}
+    if world.device.type == "cuda":
+        others = {
+            "serial window": torch_ways.window,
+            "serial zero-cta": torch_ways.zero_cta,
+            "one-shot torch": torch_ways.shared,
+        }
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        assert group.process_group is not None
+        with contextlib.suppress(RuntimeError, FutureWarning):  # newer ones need no call
+            enable_symm_mem_for_group(group.process_group.group_name)
+    for name, make in others.items():
+        made = measure.attempt(functools.partial(make, group), group)
+        if isinstance(made, str):
+            missing[name] = made
+        else:
+            memories[name] = made
+    name = tune.device_name(world.device)
+    found = Table.load(Path(given["table"]), name) if given["table"] else tune.shipped(name)
+    return Setup(group, replace(group), memories, missing, copy_rate(group), found, given["rounds"])
+
+
+def copy_rate(group: Group) -> float:
+    """Bytes/s at which a rank fetches from the next one's memory while that does the same."""
+    size = 1 << 28 if group.device.type == "cuda" else 1 << 20
+    (window,) = make_windows(group, [size])
+    source, target = window.peers[(group.rank + 1) % group.size], torch.empty_like(window.own)
+    samples = measure.interleaved({"copy": lambda: target.copy_(source)}, group, 5)["copy"]
+    return size / statistics.median(samples)
+
+
+# --- one row ---------------------------------------------------------------------------------------------------------
+
+
+def ways(
+    row: Row, setup: Setup, operands: Sequence[Operands]
+) -> tuple[dict[str, list[torch_ways.Way]], dict[str, str]]:
+    """PyTorch's ways for all operands, by column, and why others are missing."""
+    made: dict[str, list[torch_ways.Way]] = {}
+    missing = dict(setup.missing)
+
+    def add(name: str, build: Callable[[Operands], torch_ways.Way]) -> None:
+        found = measure.attempt(lambda: [build(given) for given in operands], setup.group)
+        if isinstance(found, str):
+            missing[name] = found
+        else:
+            made[name] = found
+
+    for name, memory in setup.memories.items():
+        memory.begin()
+        if name.startswith("serial ") and (name != "serial zero-cta" or row.op == "all_gather_matmul"):
+            add(name, functools.partial(torch_ways.serial, memory=memory))
+    if row.op == "matmul_all_reduce" and "one-shot torch" in setup.memories:
+        memory = setup.memories["one-shot torch"]
+        add("one-shot torch", functools.partial(torch_ways.one_shot, memory=memory, group=setup.group))
+    if row.op != "matmul_all_reduce" and setup.group.device.type == "cuda":
+        add("async-tp", functools.partial(torch_ways.async_tp, group=setup.group))
+    return made, missing
+
+
+def check(
+    made: dict[str, list[torch_ways.Way]], operands: Sequence[Operands], group: Group
+) -> tuple[dict[str, list[torch_ways.Way]], dict[str, str]]:
+    """Those whose results equal the reference on the first two operands, and the reasons against the others."""
+    right, wrong = {}, {}
+    expected = [given.expected()[0] for given in operands[:2]]
+    limit = measure.tolerance(operands[0].problem.dtype, group.size)
+
+    def error(found: Sequence[torch_ways.Way]) -> float:
+        worst = 0.0
+        for way, wanted in zip(found, expected, strict=False):
+            way.call()
+            worst = max(worst, measure.difference(way.result(), wanted))
+        return worst
+
+    for name, found in made.items():
+        got = measure.attempt(functools.partial(error, found), group)
+        said = got if isinstance(got, str) else ""
+        if not said and (most := measure.worst([float(got)], group)) > limit:
+            said = f"off by {most:.2g} of the largest value, allowed is {limit:.2g}"
+        if said:
+            wrong[name] = said
+        else:
+            right[name] = found
+    return right, wrong
+
+
+class InTurn:
+    """Calls the next of several each time."""
+
+    def __init__(self, calls: Sequence[measure.Call]) -> None:
+        self.calls, self.number = calls, 0
+
+    def __call__(self) -> None:
+        self.number += 1
+        self.calls[self.number % len(self.calls)]()
+
+
+def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
+    """The record of one row.  Collective."""
+    on_gpu = setup.group.device.type == "cuda"
+    graph = on_gpu and row.M <= table.LAUNCHED
+    group = setup.captured if graph else setup.group
+    problem = Problem(row.op, row.M, row.N, row.K, table.DTYPES[dtype], group.size)
+    operands = []
+    for _ in range(_sets(problem, group)):
+        operands.append(Operands.random(problem, group, setup.seed))
+        setup.seed += 1
+    can, refused = tune.able(problem, group.device)
+    right, wrong = tune.verify(can, group, operands[:2])
+    theirs, missing = ways(row, setup, operands)
+    theirs, unlike = check(theirs, operands, group)
+    calls: dict[str, measure.Call] = {"gemm": InTurn([_product(given, group) for given in operands])}
+    calls |= {name: InTurn([way.call for way in found]) for name, found in theirs.items()}
+    calls |= {f"own {name}": tune.Turns(operands, can[name]) for name in right}
+    batch: dict[str, int] = {}
+    if graph:
+        for name, call in list(calls.items()):
+            made = measure.captured(call, group)
+            if not isinstance(made, str):
+                calls[name], batch[name] = made, measure.IN_GRAPH
+            elif name.startswith("own "):
+                wrong[name.removeprefix("own ")] = f"no CUDA graph can hold it ({made})"
+                del calls[name]
+            else:
+                missing[f"{name} in a graph"] = made
+    samples = measure.interleaved(calls, group, _rounds(setup, calls, group, batch), batch)
+    columns = {name: [round(1e6 * value, 3) for value in values] for name, values in samples.items()}
+    chosen, source = choose(row, problem, setup, samples)
+    if "own plain" not in samples or f"own {chosen}" not in samples:
+        raise RuntimeError(f"{row.key}: {chosen} did not run ({wrong})")
+    if row.kind != "held-out":
+        made_by = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
+        seconds = {name[4:]: float(f"{statistics.median(v):.4g}") for name, v in samples.items() if name[:4] == "own "}
+        setup.entries.append(Entry(row.op, dtype, group.size, row.M, row.N, row.K, seconds, {}, dict(wrong), made_by))
+    wire = wire_bytes(row.op, row.M, row.N, row.K, problem.dtype.itemsize, group.size) / setup.rate
+    return {
+        "key": row.key, "op": row.op, "M": row.M, "N": row.N, "K": row.K, "dtype": dtype, "world": group.size,
+        "kind": row.kind, "names": list(row.names), "graph": graph, "wire": round(1e6 * wire, 3), "samples": columns,
+        "wrong": {**wrong, **unlike}, "refused": refused, "missing": missing, "chosen": chosen, "source": source,
+        "rate": setup.rate, "table": setup.found.digest,
+    }  # fmt: skip
+
+
+def choose(row: Row, problem: Problem, setup: Setup, samples: dict[str, list[float]]) -> tuple[str, str]:
+    """What the table says; for a class that it lacks, but will have, what the even rounds say."""
+    if row.kind == "held-out" or setup.found.find(problem) is not None:
+        known = setup.found.joined(setup.entries) if row.kind == "held-out" else setup.found
+        made = tune.choose_from(known, problem, setup.group.device)
+        return made.name, made.source
+    even = {name[4:]: statistics.median(v[::2]) for name, v in samples.items() if name.startswith("own ")}
+    return tune.quickest(even), "picked"
+
+
+def _product(given: Operands, group: Group) -> Callable[[], object]:
+    """cuBLAS alone, unsplit, on all rows."""
+    whole = given.gathered if given.gathered is not None else given.x
+    out = given.out if len(given.out) == given.problem.M else given.x.new_empty(given.problem.M, given.problem.N)
+    return lambda: torch.mm(whole, given.weight.t(), out=out)
+
+
+def _sets(problem: Problem, group: Group) -> int:
+    """How many operands take turns, so that no cache holds the weights of all."""
+    if group.device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(group.device).L2_cache_size
+    return min(4, max(2, math.ceil(2 * cache / (problem.N * problem.K * problem.dtype.itemsize))))
+
+
+def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group, batch: dict[str, int]) -> int:
+    """As asked, fewer for long calls; even, so that both halves are alike."""
+    one = measure.worst([measure.sample(calls["gemm"], 1, group)], group)
+    fits = int(LONG / max(one * len(calls), 1e-9))
+    return 2 * max((FEWEST + 1) // 2, min(setup.rounds, fits) // 2) if setup.rounds > FEWEST else setup.rounds
+
+
+# --- all rows --------------------------------------------------------------------------------------------------------
+
+
+def rank_main(world: World, **given: Any) -> dict[str, Any]:
+    """What each rank does; rank 0 keeps the records."""
+    began = time.monotonic()
+    every = fused_rows.smoke() if given["smoke"] else fused_rows.rows()
+    todo = fused_rows.selected(every, given["rows"], given["only"])
+    setup = set_up(world, given)
+    book = Book(Path(given["out"]), given) if world.rank == 0 else None
+    if world.rank == 0:
+        print(f"copies between ranks: {setup.rate / 2**30:.1f} GiB/s; table {setup.found.digest}; not here: "
+              f"{setup.missing or 'nothing'}", flush=True)  # fmt: skip
+    longest, done = 0.0, 0
+    for number, row in todo:
+        left = given["budget"] - (time.monotonic() - began) - 1.5 * longest if given["budget"] else math.inf
+        if measure.everyone(left, setup.group)[0] < 0:  # type: ignore[operator]
+            break
+        start = time.monotonic()
+        world.status(operation=row.key)
+        record = measure_row(row, setup, "fp32" if given["smoke"] else given["dtype"])
+        took = time.monotonic() - start
+        longest, done = max(0.7 * longest, took), done + 1
+        if book is not None:
+            book.add(number, record, took)
+    if book is not None:
+        book.close(setup, [number for number, _ in todo[done:]])
+    return {"done": done, "left": len(todo) - done}
+
+
+class Book:
+    """The records of all runs, in a file that is whole at every moment, and the lines that rank 0 prints."""
+
+    def __init__(self, path: Path, given: dict[str, Any]) -> None:
+        self.path, self.given = path, given
+        self.records = read(path)
+        self.mark = {
+            "machine": given["machine"], "versions": given["versions"], "commit": given["commit"],
+            "date": str(datetime.date.today()),
+        }  # fmt: skip
+
+    def add(self, number: int, record: dict[str, Any], took: float) -> None:
+        record |= self.mark
+        self.records[f"{record['key']} {record['dtype']} {record['world']}"] = record
+        row = fused_targets.Figures.of(record)
+        own = "  ".join(
+            f"{n[4:]} {v:.1f}" for n, v in sorted(row.medians.items(), key=lambda p: p[1]) if n[:4] == "own "
+        )
+        others = "  ".join(f"{n} {v:.1f}" for n, v in row.medians.items() if n[:4] != "own ")
+        bad = f"  WRONG {record['wrong']}" if record["wrong"] else ""
+        print(
+            f"{number:4d} {record['key']} [{record['kind']}] wire {row.wire:.1f}  {others} | {own} | "
+            f"{record['chosen']} ({record['source']}) E {row.hidden:.3f} ({took:.1f} s){bad}",
+            flush=True,
+        )
+        self.save()
+
+    def save(self) -> None:
+        text = (
+            "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(r)}" for k, r in sorted(self.records.items())) + "\n}\n"
+        )
+        new = self.path.with_suffix(".tmp")
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, self.path)
+
+    def close(self, setup: Setup, left: Sequence[int]) -> None:
+        if self.given["table"] and setup.entries:
+            path = Path(self.given["table"])
+            whole = table.store(path, tune.device_name(setup.group.device), setup.entries)
+            print(f"wrote {path}: {len(whole.entries)} shapes, digest {whole.digest}")
+        print("\n".join(show(self.path)))
+        if left:
+            print(f"left at the end of the budget: {len(left)} rows, {spans(left)}; the next call's --rows {left[0]}:")
+        sys.stdout.flush()
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def show(path: Path) -> Iterator[str]:
+    """Writes FILE.md, and gives its head: the targets."""
+    lines = list(fused_targets.report(list(read(path).values())))
+    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    yield from (line for line in lines if line.startswith(("- ", "  - ")))
+    yield f"wrote {path} and {path.with_suffix('.md')}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 5 -> "0:3 5:6"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1][1] += 1
+        else:
+            found.append([number, number + 1])
+    return " ".join(f"{first}:{last}" for first, last in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=":")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds, the start of the ranks aside; 0 = no end")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--dtype", default="bf16", choices=tuple(table.DTYPES))
+    parser.add_argument("--nproc", type=int, default=0)
+    parser.add_argument("--table", default="")
+    parser.add_argument("--out", default="fused_matmul.json")
+    parser.add_argument("--report", default="")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    if given.report:
+        print("\n".join(show(Path(given.report))))
+        return
+    if given.list:
+        for number, row in fused_rows.selected(fused_rows.rows(), given.rows, given.only):
+            print(f"{number:4d} {row.key} [{row.kind}] {'; '.join(row.names)}")
+        return
+    gpus = tune.num_gpus()
+    device = "cuda" if gpus > 1 and not given.smoke else "cpu"
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    ranks = given.nproc or (gpus if device == "cuda" else 2)
+    argument = {
+        key: getattr(given, key) for key in ("rows", "only", "budget", "rounds", "dtype", "table", "out", "smoke")
+    }
+    argument |= {
+        "machine": f"{ranks} x {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}",
+        "versions": f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
+        + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if device == "cuda" else ""),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
+    }
+    launch.run_local("fused_matmul:rank_main", ranks, argument, device=device, timeout=300.0)
+
+
+if __name__ == "__main__":
+    main()
