@@ -156,11 +156,18 @@ class Workspace:
             count *= size
         return whole[offset : offset + count].view(dtype).view(shape)
 
+    def places(self, programs: int) -> int:
+        """How many programs of a kernel that waits: `programs`, but no more than fit on the device together."""
+        if self.device.type == "cuda":
+            most = torch.cuda.get_device_properties(self.device).multi_processor_count
+            return max(1, min(programs, most // self.heap.fabric.sharing))
+        return max(1, min(programs, 2))
+
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def turn(self) -> Turn:
         """Begins a call, in order after the last one of this operation and group."""
-        self._follow()
+        self.follow()
         self.counts_in_memory = self.counts_in_memory or self._is_captured()
         if self.counts_in_memory:
             turn = Turn(self, self.tensors["epoch"].local[1:], 0)
@@ -168,9 +175,11 @@ class Workspace:
             meet(turn.number, turn.words("meet"), self.heap.context, num_warps=1)
             return turn
         self._number += 1
-        return Turn(self, (self._number + (1 << 31)) % (1 << 32) - (1 << 31), self._number % 2)
+        number = (self._number + (1 << 31)) % (1 << 32) - (1 << 31)  # as a word holds it
+        return Turn(self, number, self._number % 2)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """What the current stream does next comes after the last call; `turn` does this too."""
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)
