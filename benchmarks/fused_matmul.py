@@ -7,8 +7,8 @@
     python benchmarks/fused_matmul.py --smoke                    tiny rows, on CPU ranks too
 
 Starts its own ranks.  A row: every way is held against a reference first (what is wrong is named and left out), then
-all run in turn, `--rounds` times; up to 256 rows as replayed CUDA graphs.  The slowest rank counts.  Results join those in
-`--out` (a row measured again replaces the older), and FILE.md beside it holds the table and the targets of all.
+all run in turn, `--rounds` times; up to 256 rows as replayed CUDA graphs.  The slowest rank counts.  Results join those
+in `--out` (a row measured again replaces the older), and FILE.md beside it holds the table and the targets of all.
 
 `--table` is a table of measurements (`kernels.table`): rows whose class it holds are judged by what it chooses; for
 others the choice is made from the even rounds and judged by the odd ones, and then joins the table.  Held-out rows
@@ -44,6 +44,7 @@ from fused_rows import Row
 
 from interlace import launch
 from interlace.collectives import Group, make_groups
+from interlace.collectives.autograd import start_gather
 from interlace.collectives.window import make_windows
 from interlace.kernels import measure, table, tune
 from interlace.kernels.candidate import Problem
@@ -55,6 +56,7 @@ from interlace.world import World
 
 LONG = 0.6  # seconds that the rounds of one row may take together; long rows have fewer
 FEWEST = 5
+NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE")  # which not every machine has
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Setup:
 
 def set_up(world: World, given: dict[str, Any]) -> Setup:
     group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)["tp"]
-    memories, missing = {"serial nccl": torch_ways.Memory(None, group.process_group)}, {}
+    memories, missing = {"serial default": torch_ways.Memory(None, group.process_group)}, {}
     others: dict[str, Callable[[Group], torch_ways.Memory]] = {}
     if world.device.type == "cuda":
         others = {
@@ -86,7 +88,7 @@ def set_up(world: World, given: dict[str, Any]) -> Setup:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         assert group.process_group is not None
-        with contextlib.suppress(RuntimeError, FutureWarning):  # newer ones need no call
+        with contextlib.suppress(RuntimeError):  # newer ones need no call
             enable_symm_mem_for_group(group.process_group.group_name)
     for name, make in others.items():
         made = measure.attempt(functools.partial(make, group), group)
@@ -138,12 +140,11 @@ def ways(
 
 
 def check(
-    made: dict[str, list[torch_ways.Way]], operands: Sequence[Operands], group: Group
+    made: dict[str, list[torch_ways.Way]], expected: Sequence[torch.Tensor], dtype: torch.dtype, group: Group
 ) -> tuple[dict[str, list[torch_ways.Way]], dict[str, str]]:
-    """Those whose results equal the reference on the first two operands, and the reasons against the others."""
+    """Those whose results equal the reference on the first operands, and the reasons against the others."""
     right, wrong = {}, {}
-    expected = [given.expected()[0] for given in operands[:2]]
-    limit = measure.tolerance(operands[0].problem.dtype, group.size)
+    limit = measure.tolerance(dtype, group.size)
 
     def error(found: Sequence[torch_ways.Way]) -> float:
         worst = 0.0
@@ -186,14 +187,17 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
         operands.append(Operands.random(problem, group, setup.seed))
         setup.seed += 1
     can, refused = tune.able(problem, group.device)
-    right, wrong = tune.verify(can, group, operands[:2])
+    expected = [one.expected() for one in operands[:2]]
+    right, wrong = tune.verify(can, group, operands[:2], expected)
     theirs, missing = ways(row, setup, operands)
-    theirs, unlike = check(theirs, operands, group)
+    theirs, unlike = check(theirs, [out for out, _ in expected], problem.dtype, group)
+    del expected
     calls: dict[str, measure.Call] = {"gemm": InTurn([_product(given, group) for given in operands])}
     calls |= {name: InTurn([way.call for way in found]) for name, found in theirs.items()}
     calls |= {f"own {name}": tune.Turns(operands, can[name]) for name in right}
     batch: dict[str, int] = {}
     if graph:
+        calls.pop("serial zero-cta", None)  # copy engines by the host's command, for large messages
         for name, call in list(calls.items()):
             made = measure.captured(call, group)
             if not isinstance(made, str):
@@ -233,8 +237,9 @@ def choose(row: Row, problem: Problem, setup: Setup, samples: dict[str, list[flo
 
 def _product(given: Operands, group: Group) -> Callable[[], object]:
     """cuBLAS alone, unsplit, on all rows."""
-    whole = given.gathered if given.gathered is not None else given.x
-    out = given.out if len(given.out) == given.problem.M else given.x.new_empty(given.problem.M, given.problem.N)
+    M = given.problem.M
+    whole = start_gather(given.x, group, M).wait() if given.problem.op == "all_gather_matmul" else given.x
+    out = given.out if len(given.out) == M else given.out.new_empty(M, given.problem.N)
     return lambda: torch.mm(whole, given.weight.t(), out=out)
 
 
@@ -266,6 +271,18 @@ def rank_main(world: World, **given: Any) -> dict[str, Any]:
     if world.rank == 0:
         print(f"copies between ranks: {setup.rate / 2**30:.1f} GiB/s; table {setup.found.digest}; not here: "
               f"{setup.missing or 'nothing'}", flush=True)  # fmt: skip
+    try:
+        done = _rows(world, setup, todo, given, book, began)
+    finally:
+        if book is not None:
+            book.close(setup, todo)
+    return {"done": done, "left": len(todo) - done}
+
+
+def _rows(
+    world: World, setup: Setup, todo: Sequence[tuple[int, Row]], given: dict[str, Any], book: Book | None, began: float
+) -> int:
+    """Measures until the budget ends; how many."""
     longest, done = 0.0, 0
     for number, row in todo:
         left = given["budget"] - (time.monotonic() - began) - 1.5 * longest if given["budget"] else math.inf
@@ -278,9 +295,7 @@ def rank_main(world: World, **given: Any) -> dict[str, Any]:
         longest, done = max(0.7 * longest, took), done + 1
         if book is not None:
             book.add(number, record, took)
-    if book is not None:
-        book.close(setup, [number for number, _ in todo[done:]])
-    return {"done": done, "left": len(todo) - done}
+    return done
 
 
 class Book:
@@ -289,6 +304,7 @@ class Book:
     def __init__(self, path: Path, given: dict[str, Any]) -> None:
         self.path, self.given = path, given
         self.records = read(path)
+        self.numbers: set[int] = set()
         self.mark = {
             "machine": given["machine"], "versions": given["versions"], "commit": given["commit"],
             "date": str(datetime.date.today()),
@@ -296,6 +312,7 @@ class Book:
 
     def add(self, number: int, record: dict[str, Any], took: float) -> None:
         record |= self.mark
+        self.numbers.add(number)
         self.records[f"{record['key']} {record['dtype']} {record['world']}"] = record
         row = fused_targets.Figures.of(record)
         own = "  ".join(
@@ -318,14 +335,15 @@ class Book:
         new.write_text(text, encoding="utf-8")
         os.replace(new, self.path)
 
-    def close(self, setup: Setup, left: Sequence[int]) -> None:
+    def close(self, setup: Setup, todo: Sequence[tuple[int, Row]]) -> None:
+        left = [number for number, _ in todo if number not in self.numbers]
         if self.given["table"] and setup.entries:
             path = Path(self.given["table"])
-            whole = table.store(path, tune.device_name(setup.group.device), setup.entries)
+            whole = table.store(path, setup.found.device, setup.entries)
             print(f"wrote {path}: {len(whole.entries)} shapes, digest {whole.digest}")
         print("\n".join(show(self.path)))
         if left:
-            print(f"left at the end of the budget: {len(left)} rows, {spans(left)}; the next call's --rows {left[0]}:")
+            print(f"left: {len(left)} rows, {spans(left)}; go on with --rows {left[0]}:")
         sys.stdout.flush()
 
 
@@ -350,6 +368,13 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number + 1])
     return " ".join(f"{first}:{last}" for first, last in found)
+
+
+def _commit() -> str:
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
+    return "unknown"
 
 
 def main() -> None:
@@ -377,6 +402,8 @@ def main() -> None:
     device = "cuda" if gpus > 1 and not given.smoke else "cpu"
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in NO_MULTICAST:
+        os.environ.setdefault(name, "1" if name.startswith("TORCH") else "0")
     ranks = given.nproc or (gpus if device == "cuda" else 2)
     argument = {
         key: getattr(given, key) for key in ("rows", "only", "budget", "rounds", "dtype", "table", "out", "smoke")
@@ -385,9 +412,7 @@ def main() -> None:
         "machine": f"{ranks} x {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}",
         "versions": f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
         + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if device == "cuda" else ""),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": _commit(),
     }
     launch.run_local("fused_matmul:rank_main", ranks, argument, device=device, timeout=300.0)
 

@@ -1,12 +1,13 @@
 """What the records of `fused_matmul.py` say: figures of a row, the table of all rows, and which targets hold.
 
-A record holds every sample, in microseconds, by column and round: "gemm"; "serial nccl", "serial window", "serial
+A record holds every sample, in microseconds, by column and round: "gemm"; "serial default", "serial window", "serial
 zero-cta"; "async-tp"; "one-shot torch"; and "own NAME" for each right candidate.  Rounds are paired, so two columns are
 compared by the median of their ratios, with a 95 % interval from 2,000 resamplings of the rounds.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class Figures:
 
     @property
     def hidden(self) -> float:
-        """E: the share of what serial takes over the product that is gone."""
-        return 1 - (self.time - self.gemm) / (self.plain - self.gemm)
+        """E: the share of what serial takes over the product that is gone; nan where serial takes nothing over it."""
+        return 1 - (self.time - self.gemm) / (self.plain - self.gemm) if self.plain > self.gemm else math.nan
 
     def ratio(self, other: str) -> tuple[float, float, float]:
         """(low, median, high) of the chosen one over another column, round by round."""
@@ -137,7 +138,7 @@ def _each(text: str, rows: Sequence[Figures], why: Callable[[Figures], str]) -> 
 
 
 def _median(big: Sequence[Figures], op: str, least: float) -> Verdict:
-    rows = [row for row in big if row.record["op"] == op]
+    rows = [row for row in big if row.record["op"] == op and row.plain > row.gemm]
     text = f"2 the same rows: median E >= {least} ({op})"
     if not rows:
         return Verdict(text, 0, ())

@@ -1,8 +1,8 @@
 """PyTorch's ways to run a product beside its transfer: one after the other with NCCL at its best, async-TP, and the
 one-shot sum of symmetric memory.
 
-    serial      a collective and a cuBLAS product, over NCCL as it is, over buffers in a symmetric window (`window`),
-                and with copy engines instead of multiprocessors (`zero-cta`, all-gathers only), where torch has them
+    serial      a collective and a cuBLAS product, over NCCL as it is (`default`), over buffers in a symmetric window
+                (`window`), with copy engines in the place of multiprocessors (`zero-cta`, all-gathers only)
     async-tp    torch.ops.symm_mem.fused_all_gather_matmul, fused_matmul_reduce_scatter
     one-shot    cuBLAS and torch.ops.symm_mem.one_shot_all_reduce
 

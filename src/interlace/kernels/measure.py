@@ -159,11 +159,15 @@ def captured(call: Call, group: Group, times: int = IN_GRAPH) -> Call | str:
         with torch.cuda.stream(stream):
             for _ in range(2):
                 call()
-        stream.synchronize()
+        torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(times):
-                call()
+        with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, which takes longer than a row
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for _ in range(times):
+                    call()
+            finally:
+                graph.capture_end()
         torch.cuda.current_stream(device).wait_stream(stream)
         return graph.replay
 

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interlace.collectives import Group, make_groups
 from interlace.errors import ConfigError, NumericsError
@@ -238,14 +239,16 @@ def able(problem: Problem, device: torch.device) -> tuple[dict[str, Candidate], 
 
 
 def verify(
-    ways: Mapping[str, Candidate], group: Group, operands: Sequence[Operands]
+    ways: Mapping[str, Candidate],
+    group: Group,
+    operands: Sequence[Operands],
+    expected: Sequence[tuple[Tensor, Tensor | None]],
 ) -> tuple[dict[str, float], dict[str, str]]:
     """The error of each right candidate, and the reason against each wrong one, on all of `operands`.
 
-    They hold different numbers, so that what an earlier run left behind shows.
+    They hold different numbers, so that what an earlier run left behind shows.  expected: of each.
     """
     right, wrong = {}, {}
-    expected = [given.expected() for given in operands]
     limit = measure.tolerance(operands[0].problem.dtype, group.size)
 
     def error(candidate: Candidate) -> float:
@@ -278,18 +281,21 @@ def tune(problem: Problem, group: Group, rounds: int = 11, search: bool = False,
     search: also other chunks and tiles than each candidate's own choice; on a GPU every tile is compiled first.
     Errors: `NumericsError` when "plain" is wrong, beside which nothing can be judged.
     """
+    in_graphs = group.device.type == "cuda" and problem.M <= LAUNCHED
+    if in_graphs:
+        group = replace(group)  # a group of its own: what a graph has captured changes how a workspace counts its calls
     can, refused = able(problem, group.device)
     ways = {name: [candidate] for name, candidate in can.items()}
     if search:
         ways = {name: variants(it, group.device) if name != PLAIN else [it] for name, it in can.items()}
     flat = {f"{name} {number}": way for name, found in ways.items() for number, way in enumerate(found)}
     operands = [Operands.random(problem, group, 2 * seed + number) for number in range(2)]
-    right, wrong = verify(flat, group, operands)
+    right, wrong = verify(flat, group, operands, [given.expected() for given in operands])
     calls: dict[str, measure.Call] = {}
     batch: dict[str, int] = {}
     for label in right:
         call: measure.Call = Turns(operands, flat[label])
-        if group.device.type == "cuda" and problem.M <= LAUNCHED:
+        if in_graphs:
             graphed = measure.captured(call, group)
             if isinstance(graphed, str):
                 wrong[label] = f"no CUDA graph can hold it ({graphed})"
