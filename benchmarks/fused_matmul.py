@@ -370,7 +370,7 @@ def spans(numbers: Sequence[int]) -> str:
     return " ".join(f"{first}:{last}" for first, last in found)
 
 
-def _commit() -> str:
+def commit() -> str:
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     with contextlib.suppress(OSError):
         return subprocess.run(asked, capture_output=True, text=True).stdout.strip() or "unknown"
@@ -412,7 +412,7 @@ def main() -> None:
         "machine": f"{ranks} x {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}",
         "versions": f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
         + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if device == "cuda" else ""),
-        "commit": _commit(),
+        "commit": commit(),
     }
     launch.run_local("fused_matmul:rank_main", ranks, argument, device=device, timeout=300.0)
 
