@@ -85,7 +85,7 @@ def split_decoder(
         if parameter.role is Role.COLUMN:
             above.project = SharedColumns(axis)
         if parameter.role is Role.ROW:
-            setattr(above, name, Row(decoder.get_submodule(owner), axis))
+            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
         if parameter.role is Role.EXPERT:
             above.enter, above.leave = Enter(axis, bool(above.balanced)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
@@ -117,17 +117,18 @@ class SharedColumns(nn.Module):
 class Row(nn.Module):
     """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
 
-    def __init__(self, linear: Any, axis: Axis) -> None:
+    def __init__(self, linear: Any, axis: Axis, inner: int) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.axis = axis
+        self.axis, self.inner = axis, inner
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
+        overlap = self.axis.overlap and not self.axis.reruns
         if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, self.axis.group, self.axis.overlap and not self.axis.reruns)[None]
+            made = matmul_scatter(x, self.weight, self.axis.group, overlap, self.inner)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group)
+            made = matmul_reduce(x, self.weight, self.axis.group, overlap, self.inner)
         return made if self.bias is None else made + self.bias
 
 
