@@ -179,7 +179,7 @@ class Workspace:
         return Turn(self, number, self._number % 2)
 
     def follow(self) -> None:
-        """What the current stream does next comes after the last call; `turn` does this too."""
+        """The current stream goes on after the last call; for kernels that count their calls themselves."""
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)

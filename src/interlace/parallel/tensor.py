@@ -23,7 +23,7 @@ borders (`SharedInput`, `Vocabulary`, `Enter`, `Leave`), the row-split linears a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,16 @@ class Axis:
         """Rows of all ranks together where each holds some of them; None where each holds all."""
         return context.num_rows if self.sequence else None
 
+    def gather_matmul(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], context: Any, columns: int
+    ) -> list[Tensor]:
+        """The products of all rows.  columns: the outputs of all ranks' weights together."""
+        beside = self.overlap != "off"
+        made: list[Tensor] = gather_matmul(
+            x, weights, biases, self.group, self.count(context), beside, columns=columns, policy=self.overlap
+        )
+        return made
+
     def rows(self, count: int) -> tuple[int, int]:
         """The rows of the residual stream that this rank holds."""
         return split(count, self.group.size, self.group.rank)
@@ -84,9 +94,9 @@ def split_decoder(
         parent, _, name = owner.rpartition(".")
         above = decoder.get_submodule(parent)
         if parameter.role is Role.COLUMN:
-            above.project = SharedColumns(axis)
+            above.project = SharedColumns(axis, _columns(parameters, parts, owner))
         if parameter.role is Role.ROW:
-            setattr(above, name, Row(decoder.get_submodule(owner), axis))
+            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
         if parameter.role is Role.EXPERT:
             above.enter, above.leave = Enter(axis, bool(above.balanced)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
@@ -101,35 +111,46 @@ def split_decoder(
     return parts
 
 
-class SharedColumns(nn.Module):
-    """In the place of `SharedInput`: column-split products of one input, gathered once."""
+def _columns(parameters: Sequence[Parameter], parts: Mapping[str, Part], owner: str) -> int:
+    """Outputs of the column-split products that read the same input as that of `owner`, on all ranks together."""
+    above = owner.rpartition(".")[0]
+    beside = [each for each in parameters if each.role is Role.COLUMN and each.name.endswith(".weight")]
+    slicings = [parts[each.name].slicing for each in beside if each.name.rpartition(".")[0].rpartition(".")[0] == above]
+    return sum(slicing.shape[0] * slicing.copies for slicing in slicings)
 
-    def __init__(self, axis: Axis) -> None:
+
+class SharedColumns(nn.Module):
+    """In the place of `SharedInput`: column-split products of one input, gathered once.
+
+    columns: of all products and ranks together.
+    """
+
+    def __init__(self, axis: Axis, columns: int) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.columns = axis, columns
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        count = self.axis.count(context)
-        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap != "off")
+        made: list[Tensor] = self.axis.gather_matmul(x, weights, biases, context, self.columns)
         return made
 
 
 class Row(nn.Module):
     """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
 
-    def __init__(self, linear: Any, axis: Axis) -> None:
+    def __init__(self, linear: Any, axis: Axis, inner: int | None = None) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.axis = axis
+        self.axis, self.inner = axis, inner
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
+        group, policy = self.axis.group, self.axis.overlap
+        overlap = policy != "off" and not self.axis.reruns
         if self.axis.sequence:
-            overlap = self.axis.overlap != "off" and not self.axis.reruns
-            made = matmul_scatter(x, self.weight, self.axis.group, overlap)[None]
+            made = matmul_scatter(x, self.weight, group, overlap, self.inner, policy)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group)
+            made = matmul_reduce(x, self.weight, group, overlap, self.inner, policy)
         return made if self.bias is None else made + self.bias
 
 
@@ -163,9 +184,9 @@ class SplitVocabulary(nn.Module):
         self.size = part.shape[0]
 
     def forward(self, x: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Any, rows: Any) -> Tensor:
-        group, count = self.axis.group, self.axis.count(context)
+        group = self.axis.group
         if labels_BT is None:
-            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap != "off")
+            (logits,) = self.axis.gather_matmul(x, [output.weight], [None], context, self.size)
             return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
         labels_N = labels_BT.flatten()
         return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)
