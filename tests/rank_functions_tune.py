@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated; this module is only imported by ranks
+
+import dataclasses
 import time
 from typing import Any
 
 import torch
 
+from interlace import spec
 from interlace.collectives import Group, make_groups
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
-from interlace.errors import InterlaceError
-from interlace.kernels import measure, tune
+from interlace.config import ModelConfig
+from interlace.errors import ConfigError, InterlaceError
+from interlace.kernels import candidate, measure, tune
 from interlace.kernels.candidate import OPS, Candidate, Options, Problem
 from interlace.kernels.table import DTYPES
 from interlace.mesh import Mesh
+from interlace.models.decoder import Decoder, initialise
+from interlace.parallel.part import holding
+from interlace.parallel.tensor import Axis, split_decoder
+from interlace.train import session
 from interlace.world import World
 
 
@@ -129,3 +140,54 @@ def references(world: World) -> list[float]:
         if gathered is not None:
             found.append(float(not torch.equal(gathered, torch.cat([x for x, _, _ in every]))))
     return found
+
+
+UNEVEN = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 3, "num_kv_heads": 3, "head_dim": 2,
+          "ffn_size": 7}  # fmt: skip
+
+
+def policies(world: World) -> dict[str, Any]:
+    """A layer of uneven slices under every policy: the candidates that ran, and how far results are from "off"."""
+    groups = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)
+    ran: list[str] = []
+    for op in OPS:
+        for name, way in candidate.candidates(op).items():
+
+            def run(*args: Any, name: str = name, run: Any = way.run, **named: Any) -> None:
+                ran.append(name)
+                run(*args, **named)
+
+            candidate.CANDIDATES[op][name] = dataclasses.replace(way, run=run)
+    cfg, found = ModelConfig(**UNEVEN), {}
+    for sequence in (True, False):
+        results = {}
+        for policy in ("off", "plain", "auto", "fused"):
+            decoder = Decoder(cfg)
+            initialise(decoder, cfg, seed=0)
+            axis = Axis(groups["tp"], sequence, policy)
+            split_decoder(decoder, spec.parameters(cfg), axis, holding(groups, "tp", world.timeout))
+            context = decoder.context((1, 5), world.device)
+            whole = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+            first, last = axis.rows(5) if sequence else (0, 5)
+            x = whole[:, first:last].requires_grad_()
+            ran.clear()
+            y = decoder.blocks[0](x, context)
+            y.square().sum().backward()
+            weights = [p.grad for p in decoder.blocks[0].parameters()]
+            results[policy] = [y.detach(), x.grad, *weights]
+            pairs = zip(results[policy], results["off"], strict=True)
+            off = max(measure.difference(got, wanted) for got, wanted in pairs)
+            found[f"{policy}{'' if sequence else ' whole'}"] = {"ran": list(ran), "off": off}
+    return found
+
+
+def unlike_tables(world: World) -> str:
+    """What ranks say whose tables differ."""
+    groups = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)
+    same = session._one_table(groups)
+    tune.identity = lambda device: f"cpu {world.rank // 2}"
+    try:
+        session._one_table(groups)
+    except ConfigError as error:
+        return f"{same}; {error}"
+    return same

@@ -320,3 +320,31 @@ def test_each_candidate_stands_with_its_quickest_variant() -> None:
     assert made.entry.options == {"persistent": {"chunks": 1}}
     assert tune.choose_from(held(made.entry), problem(), CUDA).options == Options(chunks=1)
     assert math.isclose(made.entry.seconds["persistent"], 2.0)
+
+
+# --- in a layer ------------------------------------------------------------------------------------------------------
+
+
+def test_policies_reach_the_products_of_a_layer(run_ranks: Callable[..., list[Any]]) -> None:
+    """Also where slices differ over ranks: all run the same candidates, whatever their own sizes."""
+    ranks = run_ranks("rank_functions_tune:policies", 2, timeout=110.0)
+    for found in ranks:
+        assert {policy: each["ran"] for policy, each in found.items()} == {
+            policy: each["ran"] for policy, each in ranks[0].items()
+        }
+        assert max(each["off"] for each in found.values()) < 1e-5
+    ran = {policy: set(each["ran"]) for policy, each in ranks[0].items()}
+    assert ran["off"] == set()
+    assert ran["plain"] <= {"plain"}
+    assert ran["auto"] <= {"plain"}, "no table speaks for a CPU"
+    assert "plain" not in ran["fused"]
+    assert len(ranks[0]["fused"]["ran"]) == 6, "two products each way in, two out, two of gradients"
+    assert ran["fused whole"] <= {"one-shot", "two-shot"}
+    assert len(ranks[0]["fused whole"]["ran"]) == 2
+
+
+def test_ranks_with_other_tables_are_refused(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, said in enumerate(run_ranks("rank_functions_tune:unlike_tables", 3)):
+        assert said.startswith("cpu none; rank 2 would choose products by another table than rank 0")
+        assert f"(cpu {rank // 2} on rank {rank})" in said
+        assert said.endswith("or use overlap=plain.")
