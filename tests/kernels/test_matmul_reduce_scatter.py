@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 RANKS = "rank_functions_scatter"
 OP = "matmul_reduce_scatter"
