@@ -26,6 +26,7 @@ from interlace.collectives import Group, all_gather, balanced
 from interlace.kernels import workspace
 from interlace.kernels.arrival import SLOT, Arrival, Chunks, Slices
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
+from interlace.kernels.gather_matmul import fill
 from interlace.kernels.tile import (
     DTYPES,
     POINTERS,
@@ -119,7 +120,7 @@ def chained(
     start, stop = split(count, group.size, group.rank)
     others = count - (stop - start)
     fill(x_mK, weights, biases, out, start, stop)
-    sums = [x_mK.new_zeros(others, len(weight), dtype=torch.float32) for weight in weights]
+    sums = [x_mK.new_empty(others, len(weight), dtype=torch.float32) for weight in weights]
     if gathered is not None:
         gathered[start:stop].copy_(x_mK)
     for number in range(plan.slices):
@@ -128,7 +129,7 @@ def chained(
             arrival.wait(number * (group.size - 1) + step - 1, (group.rank - step) % group.size)
         rows = arrival.view(plan.offset(number), (others, last - first))
         for total, weight in zip(sums, weights, strict=True):
-            _add(total, rows, weight[:, first:last])
+            _add(total, rows, weight[:, first:last], anew=number == 0)
         if gathered is not None:
             gathered[:start, first:last].copy_(rows[:start])
             gathered[stop:, first:last].copy_(rows[start:])
@@ -140,14 +141,15 @@ def chained(
     arrival.end()
 
 
-def _add(total_RN: Tensor, x_RK: Tensor, weight_NK: Tensor) -> None:
-    """total += x @ weight.T with fp32 sums of what may be 16-bit factors."""
-    if x_RK.dtype == torch.float32:
-        total_RN.addmm_(x_RK, weight_NK.t())
-    elif x_RK.device.type == "cuda":
-        torch.addmm(total_RN, x_RK, weight_NK.t(), out_dtype=torch.float32, out=total_RN)
+def _add(total_RN: Tensor, x_RK: Tensor, weight_NK: Tensor, anew: bool) -> None:
+    """total += x @ weight.T, or total = ..., with fp32 sums of what may be 16-bit factors."""
+    if x_RK.dtype != torch.float32 and x_RK.device.type != "cuda":
+        x_RK, weight_NK = x_RK.float(), weight_NK.float()
+    wide: Any = {} if x_RK.dtype == torch.float32 else {"out_dtype": torch.float32}
+    if anew:
+        torch.mm(x_RK, weight_NK.t(), out=total_RN, **wide)
     else:
-        total_RN.addmm_(x_RK.float(), weight_NK.float().t())
+        torch.addmm(total_RN, x_RK, weight_NK.t(), out=total_RN, **wide)
 
 
 def persistent(
@@ -179,19 +181,6 @@ def _begin(x_mK: Tensor, group: Group, count: int, options: Options, gathered: T
 
 def _counted(x_mK: Tensor, group: Group) -> None:
     group.meter.count("all_gather", group.axis, x_mK.numel() * x_mK.element_size() * (group.size - 1))
-
-
-def fill(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Sequence[Tensor], low: int, high: int
-) -> None:
-    """Rows [low, high) of every result by the library's product of `x`, which are those rows."""
-    if low == high:
-        return
-    for y, weight, bias in zip(out, weights, biases, strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=y[low:high])
-        else:
-            torch.addmm(bias, x, weight.t(), out=y[low:high])
 
 
 # --- one kernel that waits -------------------------------------------------------------------------------------------

@@ -110,7 +110,10 @@ class SharedColumns(nn.Module):
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         count = self.axis.count(context)
-        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap)
+        columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
+        made: list[Tensor] = gather_matmul(
+            x, weights, biases, self.axis.group, count, self.axis.overlap, columns=columns
+        )
         return made
 
 
@@ -164,7 +167,7 @@ class SplitVocabulary(nn.Module):
     def forward(self, x: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Any, rows: Any) -> Tensor:
         group, count = self.axis.group, self.axis.count(context)
         if labels_BT is None:
-            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap)
+            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap, columns=self.size)
             return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
         labels_N = labels_BT.flatten()
         return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)
