@@ -26,6 +26,7 @@ from interlace.collectives import Group, all_gather, balanced
 from interlace.kernels import workspace
 from interlace.kernels.arrival import SLOT, Arrival, Chunks, Slices
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
+from interlace.kernels.gather_matmul import fill
 from interlace.kernels.tile import (
     DTYPES,
     POINTERS,
@@ -180,19 +181,6 @@ def _begin(x_mK: Tensor, group: Group, count: int, options: Options, gathered: T
 
 def _counted(x_mK: Tensor, group: Group) -> None:
     group.meter.count("all_gather", group.axis, x_mK.numel() * x_mK.element_size() * (group.size - 1))
-
-
-def fill(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Sequence[Tensor], low: int, high: int
-) -> None:
-    """Rows [low, high) of every result by the library's product of `x`, which are those rows."""
-    if low == high:
-        return
-    for y, weight, bias in zip(out, weights, biases, strict=True):
-        if bias is None:
-            torch.mm(x, weight.t(), out=y[low:high])
-        else:
-            torch.addmm(bias, x, weight.t(), out=y[low:high])
 
 
 # --- one kernel that waits -------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
-from interlace.kernels import workspace
-from interlace.kernels.candidate import Candidate, Problem, candidates, choose
+from interlace.kernels.candidate import Problem, pick
 from interlace.layout import split
 
 
@@ -79,11 +78,7 @@ class _GatherMatmul(torch.autograd.Function):
         if count is None:
             made = [_product(x_rows, *pair) for pair in pairs]
         elif policy != "off":
-            whole = x.new_empty(count, x.shape[-1]) if keeps else None
-            made = [x.new_empty(count, len(weight)) for weight in weights]
-            problem = _problem("all_gather_matmul", count, columns, x_rows, group, biases)
-            _chosen(problem, group, policy)(x_rows, weights, biases, group, count, made, whole)
-            x_rows = x_rows if whole is None else whole
+            x_rows, made = _beside(x, pairs, group, count, keeps, columns, policy)
         else:
             x_rows = start_gather(x, group, count, "gather for matmul").wait()
             made = [_product(x_rows, *pair) for pair in pairs]
@@ -116,8 +111,8 @@ def _gradient(ctx: Any, flat: Sequence[Tensor], weights: Sequence[Tensor]) -> Ha
         K = weights[0].shape[1]
         inner = -(-ctx.columns // group.size)
         problem = Problem("matmul_reduce_scatter", count, K, inner, flat[0].dtype, group.size)
-        fused = _chosen(problem, group, ctx.policy)
-        if fused.name != "plain":
+        fused = pick(problem, group, ctx.policy)
+        if fused is not None:
             start, stop = split(count, group.size, group.rank)
             dx_nD = flat[0].new_empty(stop - start, K)
             fused(flat[0], weights[0].t(), None, group, dx_nD)
@@ -130,17 +125,45 @@ def _gradient(ctx: Any, flat: Sequence[Tensor], weights: Sequence[Tensor]) -> Ha
     return start_scatter(dx_ND, group, "scatter gradient")
 
 
-def _problem(op: str, count: int, columns: int, x_nD: Tensor, group: Group, biases: Sequence[Tensor | None]) -> Problem:
-    N = -(-columns // group.size)
-    return Problem(op, count, N, x_nD.shape[1], x_nD.dtype, group.size, any(bias is not None for bias in biases))
+def _beside(
+    x: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor | None]],
+    group: Group,
+    count: int,
+    keeps: bool,
+    columns: int,
+    policy: str,
+) -> tuple[Tensor, list[Tensor]]:
+    """What is saved, and the products, made while rows arrive."""
+    x_nD, (weights, biases) = x.flatten(0, -2), zip(*pairs, strict=True)
+    made = [x.new_empty(count, len(weight)) for weight in weights]
+    N, D = -(-columns // group.size), x.shape[-1]
+    has_bias = any(bias is not None for bias in biases)
+    fused = pick(Problem("all_gather_matmul", count, N, D, x.dtype, group.size, has_bias), group, policy)
+    if fused is not None:
+        x_ND = x.new_empty(count, D) if keeps else None
+        fused(x_nD, weights, biases, group, count, made, x_ND)
+        return x_nD if x_ND is None else x_ND, made
+    arriving = start_gather(x, group, count, "gather for matmul")
+    start, stop = split(count, group.size, group.rank)
+    fill(x_nD, weights, biases, made, start, stop)
+    x_ND = arriving.wait()
+    for first, last in ((0, start), (stop, count)):
+        fill(x_ND[first:last], weights, biases, made, first, last)
+    return x_ND if keeps else x_nD, made
 
 
-def _chosen(problem: Problem, group: Group, policy: str) -> Candidate:
-    """The same on every rank; where ranks cannot address each other's memory, the plain one."""
-    found = choose(problem, group.device, policy)
-    if found.name != "plain" and not workspace.reachable(group):
-        return candidates(problem.op)["plain"]
-    return found
+def fill(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], made: Sequence[Tensor], low: int, high: int
+) -> None:
+    """Rows [low, high) of every result, by the library's product of `x`, which are those rows."""
+    if low == high:
+        return
+    for y, weight, bias in zip(made, weights, biases, strict=True):
+        if bias is None:
+            torch.mm(x, weight.t(), out=y[low:high])
+        else:
+            torch.addmm(bias, x, weight.t(), out=y[low:high])
 
 
 def _product(x_ND: Tensor, weight_MD: Tensor, bias_M: Tensor | None) -> Tensor:

@@ -23,7 +23,7 @@ borders (`SharedInput`, `Vocabulary`, `Enter`, `Leave`), the row-split linears a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ def split_decoder(
         parent, _, name = owner.rpartition(".")
         above = decoder.get_submodule(parent)
         if parameter.role is Role.COLUMN:
-            above.project = SharedColumns(axis, _columns(parameters, parts, owner))
+            above.project = SharedColumns(axis)
         if parameter.role is Role.ROW:
             setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
         if parameter.role is Role.EXPERT:
@@ -111,28 +111,17 @@ def split_decoder(
     return parts
 
 
-def _columns(parameters: Sequence[Parameter], parts: Mapping[str, Part], owner: str) -> int:
-    """Outputs of the column-split products that read the same input as that of `owner`, on all ranks together."""
-    above = owner.rpartition(".")[0]
-    beside = [each for each in parameters if each.role is Role.COLUMN and each.name.endswith(".weight")]
-    slicings = [parts[each.name].slicing for each in beside if each.name.rpartition(".")[0].rpartition(".")[0] == above]
-    return sum(slicing.shape[0] * slicing.copies for slicing in slicings)
-
-
 class SharedColumns(nn.Module):
-    """In the place of `SharedInput`: column-split products of one input, gathered once.
+    """In the place of `SharedInput`: column-split products of one input, gathered once."""
 
-    columns: of all products and ranks together.
-    """
-
-    def __init__(self, axis: Axis, columns: int) -> None:
+    def __init__(self, axis: Axis) -> None:
         super().__init__()
-        self.axis, self.columns = axis, columns
+        self.axis = axis
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        made: list[Tensor] = self.axis.gather_matmul(x, weights, biases, context, self.columns)
-        return made
+        columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
+        return self.axis.gather_matmul(x, weights, biases, context, columns)
 
 
 class Row(nn.Module):
