@@ -1,7 +1,7 @@
 """Products of the tensor axis beside their transfers: every candidate, PyTorch's ways, what is chosen, and the targets.
 
     python benchmarks/fused_matmul.py --out FILE.json [--rows A:B] [--only bulk,llama-70b,tp=8] [--budget SECONDS]
-        [--table FILE.json] [--nproc N] [--rounds 12]
+        [--table FILE.json] [--search] [--nproc N] [--rounds 12]
     python benchmarks/fused_matmul.py --list [--only ...]        the rows, with their numbers
     python benchmarks/fused_matmul.py --report FILE.json         what earlier runs have found
     python benchmarks/fused_matmul.py --smoke                    tiny rows, on CPU ranks too
@@ -29,6 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,11 +44,11 @@ import peers.torch_fused as torch_ways
 from fused_rows import Row
 
 from interlace import launch
-from interlace.collectives import Group, make_groups
+from interlace.collectives import Group, Meter, make_groups
 from interlace.collectives.autograd import start_gather
 from interlace.collectives.window import make_windows
 from interlace.kernels import measure, table, tune
-from interlace.kernels.candidate import Problem
+from interlace.kernels.candidate import Candidate, Problem
 from interlace.kernels.measure import Operands
 from interlace.kernels.table import Entry, Table
 from interlace.mesh import Mesh
@@ -56,6 +57,8 @@ from interlace.world import World
 
 LONG = 0.6  # seconds that the rounds of one row may take together; long rows have fewer
 FEWEST = 5
+KEYS = ("rows", "only", "budget", "rounds", "dtype")
+GIVE_UP = 3  # rows in a row that fail
 NO_MULTICAST = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE")  # which not every machine has
 
 
@@ -71,12 +74,14 @@ class Setup:
     rate: float
     found: Table
     rounds: int
+    search: bool
     seed: int = 0
     entries: list[Entry] = field(default_factory=list)
 
 
 def set_up(world: World, given: dict[str, Any]) -> Setup:
-    group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)["tp"]
+    meter = Meter(world.waiting, record=False)
+    group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout, meter)["tp"]
     memories, missing = {"serial default": torch_ways.Memory(None, group.process_group)}, {}
     others: dict[str, Callable[[Group], torch_ways.Memory]] = {}
     if world.device.type == "cuda":
@@ -98,7 +103,7 @@ def set_up(world: World, given: dict[str, Any]) -> Setup:
             memories[name] = made
     name = tune.device_name(world.device)
     found = Table.load(Path(given["table"]), name) if given["table"] else tune.shipped(name)
-    return Setup(group, replace(group), memories, missing, copy_rate(group), found, given["rounds"])
+    return Setup(group, replace(group), memories, missing, copy_rate(group), found, given["rounds"], given["search"])
 
 
 def copy_rate(group: Group) -> float:
@@ -178,61 +183,107 @@ class InTurn:
 
 def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
     """The record of one row.  Collective."""
-    on_gpu = setup.group.device.type == "cuda"
-    graph = on_gpu and row.M <= table.LAUNCHED
+    graph = setup.group.device.type == "cuda" and row.M <= table.LAUNCHED
     group = setup.captured if graph else setup.group
     problem = Problem(row.op, row.M, row.N, row.K, table.DTYPES[dtype], group.size)
-    operands = []
-    for _ in range(_sets(problem, group)):
-        operands.append(Operands.random(problem, group, setup.seed))
-        setup.seed += 1
+    setup.seed += 10
+    operands = [Operands.random(problem, group, setup.seed + number) for number in range(_sets(problem, group))]
     can, refused = tune.able(problem, group.device)
+    choice = chosen_by_table(row, problem, setup)
+    own = own_ways(problem, setup, can, choice)
     expected = [one.expected() for one in operands[:2]]
-    right, wrong = tune.verify(can, group, operands[:2], expected)
+    right, wrong = tune.verify(own, group, operands[:2], expected)
     theirs, missing = ways(row, setup, operands)
     theirs, unlike = check(theirs, [out for out, _ in expected], problem.dtype, group)
     del expected
     calls: dict[str, measure.Call] = {"gemm": InTurn([_product(given, group) for given in operands])}
     calls |= {name: InTurn([way.call for way in found]) for name, found in theirs.items()}
-    calls |= {f"own {name}": tune.Turns(operands, can[name]) for name in right}
+    calls |= {f"own {label}": tune.Turns(operands, own[label]) for label in right}
     batch: dict[str, int] = {}
     if graph:
         calls.pop("serial zero-cta", None)  # copy engines by the host's command, for large messages
-        for name, call in list(calls.items()):
-            made = measure.captured(call, group)
-            if not isinstance(made, str):
-                calls[name], batch[name] = made, measure.IN_GRAPH
-            elif name.startswith("own "):
-                wrong[name.removeprefix("own ")] = f"no CUDA graph can hold it ({made})"
-                del calls[name]
-            else:
-                missing[f"{name} in a graph"] = made
-    samples = measure.interleaved(calls, group, _rounds(setup, calls, group, batch), batch)
-    columns = {name: [round(1e6 * value, 3) for value in values] for name, values in samples.items()}
-    chosen, source = choose(row, problem, setup, samples)
-    if "own plain" not in samples or f"own {chosen}" not in samples:
-        raise RuntimeError(f"{row.key}: {chosen} did not run ({wrong})")
+        calls, batch, uncaught = in_graphs(calls, group)
+        wrong |= {name[4:]: why for name, why in uncaught.items() if name not in calls}
+        missing |= {f"{name} in a graph": why for name, why in uncaught.items() if name in calls}
+    samples = measure.interleaved(calls, group, _rounds(setup, calls, group), batch)
+    samples, options = best_variants(samples, own)
+    even = {name[4:]: statistics.median(v[::2]) for name, v in samples.items() if name.startswith("own ")}
+    chosen, source = (choice.name, choice.source) if choice is not None else (tune.quickest(even), "picked")
+    if f"own {tune.PLAIN}" not in samples or f"own {chosen}" not in samples:
+        raise RuntimeError(f"{chosen}, or plain, did not run ({wrong})")
     if row.kind != "held-out":
-        made_by = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
-        seconds = {name[4:]: float(f"{statistics.median(v):.4g}") for name, v in samples.items() if name[:4] == "own "}
-        setup.entries.append(Entry(row.op, dtype, group.size, row.M, row.N, row.K, seconds, {}, dict(wrong), made_by))
+        setup.entries.append(_entry(problem, samples, options, wrong))
     wire = wire_bytes(row.op, row.M, row.N, row.K, problem.dtype.itemsize, group.size) / setup.rate
     return {
         "key": row.key, "op": row.op, "M": row.M, "N": row.N, "K": row.K, "dtype": dtype, "world": group.size,
-        "kind": row.kind, "names": list(row.names), "graph": graph, "wire": round(1e6 * wire, 3), "samples": columns,
-        "wrong": {**wrong, **unlike}, "refused": refused, "missing": missing, "chosen": chosen, "source": source,
-        "rate": setup.rate, "table": setup.found.digest,
+        "kind": row.kind, "names": list(row.names), "graph": graph, "wire": round(1e6 * wire, 3),
+        "samples": {name: [round(1e6 * value, 3) for value in values] for name, values in samples.items()},
+        "options": options, "wrong": {**wrong, **unlike}, "refused": refused, "missing": missing, "chosen": chosen,
+        "source": source, "rate": setup.rate, "table": setup.found.digest,
     }  # fmt: skip
 
 
-def choose(row: Row, problem: Problem, setup: Setup, samples: dict[str, list[float]]) -> tuple[str, str]:
-    """What the table says; for a class that it lacks, but will have, what the even rounds say."""
-    if row.kind == "held-out" or setup.found.find(problem) is not None:
-        known = setup.found.joined(setup.entries) if row.kind == "held-out" else setup.found
-        made = tune.choose_from(known, problem, setup.group.device)
-        return made.name, made.source
-    even = {name[4:]: statistics.median(v[::2]) for name, v in samples.items() if name.startswith("own ")}
-    return tune.quickest(even), "picked"
+def chosen_by_table(row: Row, problem: Problem, setup: Setup) -> tune.Choice | None:
+    """What the table says; None for a class that it lacks, but will have."""
+    if row.kind == "held-out":  # its neighbours may be of this very run
+        return tune.choose_from(setup.found.joined(setup.entries), problem, setup.group.device)
+    if setup.found.find(problem) is None:
+        return None
+    return tune.choose_from(setup.found, problem, setup.group.device)
+
+
+def own_ways(
+    problem: Problem, setup: Setup, can: dict[str, Candidate], choice: tune.Choice | None
+) -> dict[str, Candidate]:
+    """Every candidate with the options that the table has for it; with --search also, as "NAME #1", other ones."""
+    entry = setup.found.find(problem)
+    found = {
+        name: replace(way, options=entry.options_of(name)) if entry is not None else way for name, way in can.items()
+    }
+    if choice is not None:
+        found[choice.name] = replace(can[choice.name], options=choice.options)
+    for name, way in list(found.items()) if setup.search else ():
+        others = [other for other in tune.variants(way, setup.group.device) if other.options != way.options]
+        found |= {f"{name} #{number}": other for number, other in enumerate(others, 1) if name != tune.PLAIN}
+    return found
+
+
+def in_graphs(
+    calls: dict[str, measure.Call], group: Group
+) -> tuple[dict[str, measure.Call], dict[str, int], dict[str, str]]:
+    """Calls as graphs, how many each graph holds, and why some cannot be: own ones are dropped, others stay as is."""
+    made: dict[str, measure.Call] = {}
+    batch, uncaught = {}, {}
+    for name, call in calls.items():
+        graph = measure.captured(call, group)
+        if not isinstance(graph, str):
+            made[name], batch[name] = graph, measure.IN_GRAPH
+            continue
+        uncaught[name] = graph
+        if not name.startswith("own ") or name == f"own {tune.PLAIN}":
+            made[name] = call
+    return made, batch, uncaught
+
+
+def best_variants(
+    samples: dict[str, list[float]], own: dict[str, Candidate]
+) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]]]:
+    """One column for each candidate, its quickest, and the options that it had."""
+    kept = {name: values for name, values in samples.items() if not name.startswith("own ")}
+    best = tune.quickest_variants({name[4:]: v for name, v in samples.items() if name.startswith("own ")}, own)
+    kept |= {f"own {name}": samples[f"own {label}"] for name, label in sorted(best.items())}
+    options = {name: given for name, label in best.items() if (given := table.options_to(own[label].options))}
+    return kept, options
+
+
+def _entry(
+    problem: Problem, samples: dict[str, list[float]], options: dict[str, dict[str, Any]], wrong: dict[str, str]
+) -> Entry:
+    own = {name[4:]: statistics.median(values) for name, values in samples.items() if name.startswith("own ")}
+    seconds = {name: float(f"{value:.4g}") for name, value in own.items()}
+    shape = (problem.M, problem.N, problem.K)
+    made = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
+    return Entry(problem.op, table.NAMES[problem.dtype], problem.world, *shape, seconds, options, dict(wrong), made)
 
 
 def _product(given: Operands, group: Group) -> Callable[[], object]:
@@ -251,7 +302,7 @@ def _sets(problem: Problem, group: Group) -> int:
     return min(4, max(2, math.ceil(2 * cache / (problem.N * problem.K * problem.dtype.itemsize))))
 
 
-def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group, batch: dict[str, int]) -> int:
+def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group) -> int:
     """As asked, fewer for long calls; even, so that both halves are alike."""
     one = measure.worst([measure.sample(calls["gemm"], 1, group)], group)
     fits = int(LONG / max(one * len(calls), 1e-9))
@@ -283,19 +334,32 @@ def _rows(
     world: World, setup: Setup, todo: Sequence[tuple[int, Row]], given: dict[str, Any], book: Book | None, began: float
 ) -> int:
     """Measures until the budget ends; how many."""
-    longest, done = 0.0, 0
+    longest, done, failed = 0.0, 0, 0
     for number, row in todo:
         left = given["budget"] - (time.monotonic() - began) - 1.5 * longest if given["budget"] else math.inf
         if measure.everyone(left, setup.group)[0] < 0:  # type: ignore[operator]
             break
         start = time.monotonic()
         world.status(operation=row.key)
-        record = measure_row(row, setup, "fp32" if given["smoke"] else given["dtype"])
+        dtype = "fp32" if given["smoke"] else given["dtype"]
+        record = measure.attempt(functools.partial(_told, row, setup, dtype), setup.group)
         took = time.monotonic() - start
         longest, done = max(0.7 * longest, took), done + 1
+        failed = failed + 1 if isinstance(record, str) else 0
         if book is not None:
-            book.add(number, record, took)
+            book.add(number, row, record, took)
+        if failed == GIVE_UP:
+            break
     return done
+
+
+def _told(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
+    """`measure_row`, which says where it failed: a row that fails on all ranks alike is left out, the next goes on."""
+    try:
+        return measure_row(row, setup, dtype)
+    except Exception:
+        traceback.print_exc()
+        raise
 
 
 class Book:
@@ -310,27 +374,27 @@ class Book:
             "date": str(datetime.date.today()),
         }  # fmt: skip
 
-    def add(self, number: int, record: dict[str, Any], took: float) -> None:
+    def add(self, number: int, row: Row, record: dict[str, Any] | str, took: float) -> None:
+        if isinstance(record, str):
+            print(f"{number:4d} {row.key} [{row.kind}] FAILED: {record} ({took:.1f} s)", flush=True)
+            return
         record |= self.mark
         self.numbers.add(number)
         self.records[f"{record['key']} {record['dtype']} {record['world']}"] = record
-        row = fused_targets.Figures.of(record)
-        own = "  ".join(
-            f"{n[4:]} {v:.1f}" for n, v in sorted(row.medians.items(), key=lambda p: p[1]) if n[:4] == "own "
-        )
-        others = "  ".join(f"{n} {v:.1f}" for n, v in row.medians.items() if n[:4] != "own ")
-        bad = f"  WRONG {record['wrong']}" if record["wrong"] else ""
+        made = fused_targets.Figures.of(record)
+        own = sorted((us, name[4:]) for name, us in made.medians.items() if name.startswith("own "))
+        others = [f"{name} {us:.1f}" for name, us in made.medians.items() if not name.startswith("own ")]
         print(
-            f"{number:4d} {record['key']} [{record['kind']}] wire {row.wire:.1f}  {others} | {own} | "
-            f"{record['chosen']} ({record['source']}) E {row.hidden:.3f} ({took:.1f} s){bad}",
+            f"{number:4d} {row.key} [{row.kind}] wire {made.wire:.1f}  {'  '.join(others)} | "
+            f"{'  '.join(f'{name} {us:.1f}' for us, name in own)} | {record['chosen']} ({record['source']}) "
+            f"E {made.hidden:.3f} ({took:.1f} s)" + (f"  WRONG {record['wrong']}" if record["wrong"] else ""),
             flush=True,
         )
         self.save()
 
     def save(self) -> None:
-        text = (
-            "{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(r)}" for k, r in sorted(self.records.items())) + "\n}\n"
-        )
+        lines = [f"{json.dumps(key)}: {json.dumps(record)}" for key, record in sorted(self.records.items())]
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
         new = self.path.with_suffix(".tmp")
         new.write_text(text, encoding="utf-8")
         os.replace(new, self.path)
@@ -389,6 +453,7 @@ def main() -> None:
     parser.add_argument("--out", default="fused_matmul.json")
     parser.add_argument("--report", default="")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--search", action="store_true", help="other chunks and tiles too; compiles for long")
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if given.report:
@@ -405,9 +470,7 @@ def main() -> None:
     for name in NO_MULTICAST:
         os.environ.setdefault(name, "1" if name.startswith("TORCH") else "0")
     ranks = given.nproc or (gpus if device == "cuda" else 2)
-    argument = {
-        key: getattr(given, key) for key in ("rows", "only", "budget", "rounds", "dtype", "table", "out", "smoke")
-    }
+    argument = {key: getattr(given, key) for key in (*KEYS, "table", "out", "search", "smoke")}
     argument |= {
         "machine": f"{ranks} x {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}",
         "versions": f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"

@@ -207,3 +207,22 @@ def test_a_layer_from_end_to_end(tmp_path: Path) -> None:
     assert max(found["errors"].values()) < 1e-5
     assert found["table"] == "cpu none"
     assert (tmp_path / "l.md").read_text().count("| fused |") == 1
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_rows_on_two_gpus(tmp_path: Path) -> None:
+    """The peers run too: NCCL over a window, async-TP, the one-shot sum, in a CUDA graph where rows are few."""
+    words = ["--rounds", "6", "--out", "r.json", "--table", "t.json", "--only", "llama-8b,tp=8"]
+    for more in ("M=64,matmul_all_reduce,down", "M=4096,all_gather_matmul,up", "M=4096,matmul_reduce_scatter,down"):
+        run(tmp_path, "fused_matmul.py", *words[:-1], f"{words[-1]},{more}")
+    records = {found["op"]: found for found in fused_matmul.read(tmp_path / "r.json").values()}
+    assert set(records) == set(OPS)
+    for found in records.values():
+        assert found["wrong"] == {}, found["key"]
+        assert {"gemm", "serial default", "own plain"} <= set(found["samples"])
+        assert 100e9 < found["rate"] < 900e9
+    assert records["matmul_all_reduce"]["graph"]
+    assert "one-shot torch" in records["matmul_all_reduce"]["samples"]
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        assert {"async-tp", "serial window"} <= set(records[op]["samples"]), records[op]["missing"]

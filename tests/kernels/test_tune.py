@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace import launch
 from interlace.errors import ConfigError, ResourceError
 from interlace.kernels import table, tune
 from interlace.kernels.candidate import OPS, Candidate, Options, Problem, Tile
@@ -311,6 +312,9 @@ def test_each_candidate_stands_with_its_quickest_variant() -> None:
     flat = {f"persistent {number}": each for number, each in enumerate(found)}
     flat["plain 0"] = Candidate("plain", OP, False, lambda p, d: None, lambda: None)
     samples = {"plain 0": [3.0, 3.0, 3.0], "persistent 1": [2.0, 9.0, 2.0], "persistent 0": [2.5, 2.5, 2.5]}
+    assert tune.quickest_variants({**samples, "persistent 0": [2.01] * 3}, flat)["persistent"] == "persistent 0", (
+        "a tie"
+    )
     errors, wrong = dict.fromkeys(samples, 1e-7), {"persistent 2": "off by 1", "persistent 3": "off by 2"}
     group: Any = SimpleNamespace(device=CUDA)
     made = tune._best_of_each(problem(), group, flat, samples, errors, wrong, {})
@@ -348,3 +352,21 @@ def test_ranks_with_other_tables_are_refused(run_ranks: Callable[..., list[Any]]
         assert said.startswith("cpu none; rank 2 would choose products by another table than rank 0")
         assert f"(cpu {rank // 2} on rank {rank})" in said
         assert said.endswith("or use overlap=plain.")
+
+
+# --- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("M", [1, 64, 96, 2048])
+def test_two_gpus_measure_every_candidate(M: int) -> None:
+    """In graphs up to 256 rows; each candidate is right, or says why it cannot run."""
+    argument = {"ops": list(OPS), "M": M, "N": 1024, "K": 1536, "dtype": "bf16", "bias": False}
+    argument |= {"rounds": 5, "search": False}
+    ranks = launch.run_local("interlace.kernels.tune:run", 2, argument, device="cuda", timeout=300.0)
+    for found in zip(*ranks, strict=True):
+        assert found[0] == found[1], "every rank has seen the same"
+        measured = Entry(**found[0]["entry"])
+        assert not measured.wrong, (measured.op, measured.wrong)
+        assert measured.seconds["plain"] > 0
+        assert len(measured.seconds) > 1, found[0]["lines"]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.collectives import Group, make_groups
+from interlace.collectives import Group, Meter, make_groups
 from interlace.errors import ConfigError, NumericsError
 from interlace.kernels import measure
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, candidates
@@ -297,15 +297,21 @@ def tune(problem: Problem, group: Group, rounds: int = 11, search: bool = False,
         call: measure.Call = Turns(operands, flat[label])
         if in_graphs:
             graphed = measure.captured(call, group)
-            if isinstance(graphed, str):
+            if not isinstance(graphed, str):
+                call, batch[label] = graphed, measure.IN_GRAPH
+            elif flat[label].name != PLAIN:  # which is judged as it is
                 wrong[label] = f"no CUDA graph can hold it ({graphed})"
                 continue
-            call, batch[label] = graphed, measure.IN_GRAPH
         calls[label] = call
     if f"{PLAIN} 0" not in calls:
         reason = wrong[f"{PLAIN} 0"]
         raise NumericsError(f'{problem.op}: "plain" failed ({reason}); see whether this machine works as it should.')
     samples = measure.interleaved(calls, group, rounds, batch)
+    if in_graphs:
+        from interlace.kernels import workspace  # needs Triton
+
+        calls.clear()
+        workspace.release(group)
     return _best_of_each(problem, group, flat, samples, right, wrong, refused)
 
 
@@ -319,9 +325,7 @@ def _best_of_each(
     refused: Mapping[str, str],
 ) -> Measured:
     """The quickest variant of each candidate; one counts as wrong when none of its variants is right."""
-    chosen: dict[str, str] = {}
-    for label in sorted(samples, key=lambda label: statistics.median(samples[label])):
-        chosen.setdefault(flat[label].name, label)
+    chosen = quickest_variants(samples, flat)
     against: dict[str, str] = {}
     for label, why in wrong.items():
         name, said = flat[label].name, _said(flat[label].options)
@@ -336,6 +340,18 @@ def _best_of_each(
         against,
         refused,
     )
+
+
+def quickest_variants(samples: Mapping[str, Sequence[float]], flat: Mapping[str, Candidate]) -> dict[str, str]:
+    """The label of each candidate's quickest variant; a candidate's own choice of options within a tie."""
+
+    def cost(label: str) -> float:
+        return statistics.median(samples[label]) * (1.0 if flat[label].options == Options() else 1 / (1 - TIE))
+
+    found: dict[str, str] = {}
+    for label in sorted(samples, key=cost):
+        found.setdefault(flat[label].name, label)
+    return found
 
 
 class Turns:
@@ -353,7 +369,8 @@ def run(
     world: World, ops: Sequence[str], M: int, N: int, K: int, dtype: str, bias: bool, rounds: int, search: bool
 ) -> list[dict[str, Any]]:
     """What a rank of `interlace tune` does: {"title", "device", "entry", "lines"} of each product."""
-    group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout)["tp"]
+    meter = Meter(world.waiting, record=False)
+    group = make_groups(Mesh((("tp", world.size),)), world.rank, world.device, world.timeout, meter)["tp"]
     found = []
     for op in ops:
         world.status(operation=f"measuring {op}")
