@@ -22,6 +22,7 @@ from interlace.kernels import workspace
 from interlace.kernels.all_gather_matmul import OP
 from interlace.kernels.candidate import Candidate, Options, Tile, candidates, forced
 from interlace.kernels.gather_matmul import gather_matmul
+from interlace.kernels.tile import matmul
 from interlace.kernels.workspace import Workspace
 from interlace.layout import split
 from interlace.mesh import Mesh
@@ -95,12 +96,11 @@ def repeated(world: World, names: list[str], rounds: int) -> int:
         space.heap.barrier()
     heaps = [workspace.of(group, OP).heap for group in groups]
     for number in range(rounds):
-        for group in groups:
-            for name in names:
-                if late.random() < 0.3:
-                    time.sleep(0.03 * late.random())
-                count = 40 - 7 * (number % 5)
-                one(candidates(OP)[name], group, count, (9,), 24, seed=number, chunks=1 + number % 2, keep=False)
+        for place, name in enumerate(names):
+            if late.random() < 0.3:
+                time.sleep(0.03 * late.random())
+            group, count = groups[(number + place) % 2], 20 - 3 * (number % 5)
+            one(candidates(OP)[name], group, count, (9,), 24, seed=number, chunks=1 + number % 2, keep=False)
     for group, heap in zip(groups, heaps, strict=True):
         assert workspace.of(group, OP).heap is heap, "smaller sizes have made a new heap"
         workspace.check(group)
@@ -184,3 +184,22 @@ def refusals(world: World) -> list[str]:
         said.append(str(error))
     workspace.release(group)
     return said
+
+
+def core(world: World) -> int:
+    """The product alone: types, strides, tails, tiles, bias; every element written once."""
+    done = 0
+    tiles = (Tile(16, 16, 16, 2, 4, 2), Tile(32, 64, 32, 2, 4, 2, True, 2))
+    for dtype in LOOSE:
+        for M, N, K in ((5, 7, 9), (33, 72, 24)):
+            for turned in (0, 1, 2, 3):
+                for tile in tiles:
+                    x = rows_of(K, M, 1, dtype).t() if turned & 1 else rows_of(M, K, 1, dtype)
+                    w = rows_of(K, N, 2, dtype).t() if turned & 2 else rows_of(N, K, 2, dtype)
+                    bias = rows_of(1, N, 3, dtype)[0] if turned != 1 else None
+                    found = matmul(x, w, bias, tile=tile)
+                    expected = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+                    apart = (found.float() - expected).abs().max().item()
+                    assert apart <= LOOSE[dtype] * expected.abs().max().item(), (dtype, M, N, K, turned, tile)
+                    done += 1
+    return done
