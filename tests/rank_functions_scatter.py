@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -124,11 +125,10 @@ def product_of(x: Tensor, weight: Tensor, name: str) -> Tensor:
     return matmul(x.float(), weight.float(), tile=SMALL)
 
 
-def repeated(world: World, op: str, names: list[str], rounds: int) -> float:
+def repeated(world: World, op: str, names: list[str], rounds: int) -> int:
     """Calls with changing data and sizes on two groups in turn, a different rank late in each; the memory that is
     received into holds NaN from the start."""
     groups = [group_of(world), group_of(world)]
-    worst = 0.0
     for name in names:
         for number in range(rounds):
             M, N, K = SHAPES[number % 3] if number % 2 else (33, 24, 9)
@@ -139,39 +139,53 @@ def repeated(world: World, op: str, names: list[str], rounds: int) -> float:
                 close(found, expected, (op, name, number, which))
     for group in groups:
         workspace.release(group)
-    return worst
+    return rounds
 
 
 def poison(group: Group) -> None:
-    """NaN into what the next call but one receives into, once all ranks are here: its own half, and not the words."""
+    """NaN into all that calls receive into, while no rank is in one."""
     dist.barrier(group.process_group)
     for space in workspace._GROUPS[group].spaces.values():
-        for name, tensor in space.tensors.items():
+        for tensor in space.tensors.values():
             if tensor.dtype == torch.uint8:
                 tensor.local.fill_(0xFF)
-            assert tensor.name.endswith(name)
     dist.barrier(group.process_group)
 
 
-def gradients(world: World, scatter: str, reduce: str, gather: str) -> int:
-    """Both seams with their gradients, candidates forced, against the plain seams."""
-    group, M, N, K = group_of(world), 19, 12, 10
+def several(world: World, checks: dict[str, dict[str, Any]]) -> list[Any]:
+    """Some of these functions, one after the other, in one world."""
+    return [globals()[name](world, **argument) for name, argument in checks.items()]
+
+
+def gradients(world: World, ways: list[tuple[str, str, str]]) -> int:
+    """Both seams with their gradients, each way of the three operations, against the plain seams; the number of
+    tensors compared.  ways: names of scatters, reductions, gathers."""
+    group, M, N, K = group_of(world), 19, 12, 11
     low, high = split(K, group.size, group.rank)
-    made: dict[str, list[Tensor]] = {}
-    for way in ("plain", "fused"):
-        results: list[Tensor] = made.setdefault(way, [])
+
+    def results(overlap: bool) -> list[Tensor]:
+        made = []
         for function, rows in ((matmul_scatter, rows_of(SCATTER, M, group)), (matmul_reduce, slice(0, M))):
             x = seeded((1, M, K), 1, group, torch.float32)[..., low:high].clone().requires_grad_()
             weight = seeded((N, K), 2, group, torch.float32)[:, low:high].clone().requires_grad_()
-            if way == "plain":
-                y = function(x, weight, group)
-                (y * seeded((M, N), 3, group, torch.float32)[rows]).sum().backward()
-            else:
-                with forced(scatter), forced(reduce), forced(gather):
-                    y = function(x, weight, group, overlap=True, inner=K)
-                    (y * seeded((M, N), 3, group, torch.float32)[rows]).sum().backward()
-            results += [y.detach(), x.grad, weight.grad]
-    for number, (plain, fused) in enumerate(zip(made["plain"], made["fused"], strict=True)):
-        close(fused, plain, (scatter, reduce, gather, number))
+            y = function(x, weight, group, overlap, K)
+            (y * seeded((M, N), 3, group, torch.float32)[rows]).sum().backward()
+            assert x.grad is not None
+            assert weight.grad is not None
+            made += [y.detach(), x.grad, weight.grad]
+        return made
+
+    plain, compared = results(False), 0
+    for way in ways:
+        with contextlib.ExitStack() as stack:
+            for name in way:
+                stack.enter_context(forced(name))
+            counted = dict(group.meter.calls)
+            for number, (found, expected) in enumerate(zip(results(True), plain, strict=True)):
+                close(found, expected, (way, number))
+                compared += 1
+            assert group.meter.calls != counted
+    spaces = workspace._GROUPS[group].spaces
+    assert {"all_gather_matmul", SCATTER, REDUCE, f"{SCATTER}.chunks"} <= set(spaces), "a fused way was not taken"
     workspace.release(group)
-    return len(made["fused"])
+    return compared

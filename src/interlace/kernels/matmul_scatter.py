@@ -12,8 +12,6 @@ are added in rank order, as everywhere.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts
-from interlace.kernels.candidate import Candidate, Problem, choose
+from interlace.kernels.candidate import Candidate, Problem, pick
 from interlace.layout import split
 
 
@@ -55,20 +53,10 @@ def matmul_reduce(
 
 def _choice(op: str, x: Tensor, weight_NM: Tensor, group: Group, inner: int | None) -> Candidate | None:
     """The candidate that all ranks take; None for plain.  x: what has as many rows as the whole product."""
-    if group.size == 1 or (group.device.type == "cpu" and "triton" not in sys.modules):
-        return None  # on a CPU nothing but an explicit choice, which loads Triton, is other than plain
     count, N, M = x.shape[:-1].numel(), *weight_NM.shape
     M = M if inner is None else -(-inner // group.size)
     sizes = (count, M, N) if op == "all_gather_matmul" else (count, N, M)
-    chosen = choose(Problem(op, *sizes, x.dtype, group.size), group.device)
-    if chosen.name == "plain":
-        return None
-    from interlace.kernels import workspace  # needs Triton
-
-    if not workspace.reachable(group):
-        warnings.warn(f"{op} along {group.axis}: plain, since ranks cannot address each other's memory", stacklevel=2)
-        return None
-    return chosen
+    return pick(Problem(op, *sizes, x.dtype, group.size), group)
 
 
 class _MatmulScatter(torch.autograd.Function):

@@ -120,7 +120,7 @@ class SharedColumns(nn.Module):
 class Row(nn.Module):
     """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
 
-    def __init__(self, linear: Any, axis: Axis, inner: int) -> None:
+    def __init__(self, linear: Any, axis: Axis, inner: int | None = None) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.axis, self.inner = axis, inner
