@@ -25,7 +25,7 @@ SCATTER, REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
 SMALL = Tile(16, 16, 16, 2, 4, 2)
 HALVES = Tile(16, 32, 16, 2, 4, 2, parts=2)
 LOOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value
-SHAPES = ((21, 24, 9), (1, 8, 16), (2, 40, 5), (35, 17, 33))  # M, N, K a rank
+SHAPES = ((21, 24, 9), (1, 8, 16), (2, 40, 5), (19, 33, 17))  # M, N, K a rank
 AS_FP32 = ("push", "one-shot")
 
 
@@ -78,11 +78,10 @@ def values(world: World, op: str, names: list[str], shapes: list[list[int]] | No
     for name in names:
         bias = name != "chained"
         for number, (M, N, K) in enumerate(shapes or SHAPES):
-            for dtype in (torch.float32, torch.float16):
-                how = {"dtype": dtype, "bias": bias and number % 2 == 0, "chunks": 1 + number % 3}
-                how["tile"] = HALVES if number == 3 else SMALL
-                close(*call(op, name, group, M, N, K, number, **how), (op, name, M, N, K, how))
-                done += 1
+            how = {"dtype": (torch.float32, torch.float16)[(number + world.size) % 2], "bias": bias and number != 1}
+            how |= {"chunks": 1 + number % 3, "tile": HALVES if number == 3 else SMALL}
+            close(*call(op, name, group, M, N, K, number, **how), (op, name, M, N, K, how))
+            done += 1
         close(*call(op, name, group, 19, 20, 11, 5, turned=True), (op, name, "turned"))
         into = lambda rows, N: torch.full((rows, N + 5), torch.nan, device=group.device)[:, 2 : N + 2]  # noqa: E731
         close(*call(op, name, group, 23, 21, 11, 6, into=into), (op, name, "into columns"))
@@ -96,7 +95,7 @@ def exact(world: World, op: str, names: list[str]) -> list[str]:
     group, equal = group_of(world), []
     for name in names:
         for dtype in (torch.float32, torch.float16):
-            M, N, K = 37, 29, 8
+            M, N, K = 19, 21, 8
             x, weight = factors(group.rank, M, N, K, 3, group, dtype)
             wire = torch.float32 if name in AS_FP32 else dtype
             alone = product_of(x, weight, name).to(wire)
@@ -131,7 +130,7 @@ def repeated(world: World, op: str, names: list[str], rounds: int) -> int:
     groups = [group_of(world), group_of(world)]
     for name in names:
         for number in range(rounds):
-            M, N, K = SHAPES[number % 3] if number % 2 else (33, 24, 9)
+            M, N, K = SHAPES[number % 3] if number % 2 else (33, 16, 9)
             late = 0.02 if number % world.size == world.rank else 0.0
             for which, group in enumerate(groups):
                 found, expected = call(op, name, group, M, N, K, 10 * number + which, late=late)
@@ -146,8 +145,8 @@ def poison(group: Group) -> None:
     """NaN into all that calls receive into, while no rank is in one."""
     dist.barrier(group.process_group)
     for space in workspace._GROUPS[group].spaces.values():
-        for tensor in space.tensors.values():
-            if tensor.dtype == torch.uint8:
+        for name, tensor in space.tensors.items():
+            if tensor.dtype == torch.uint8 and name != "claims":  # those are counters
                 tensor.local.fill_(0xFF)
     dist.barrier(group.process_group)
 
