@@ -28,6 +28,7 @@ from interlace.symmetric import Event
 
 SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
 ALIGNMENT = 256  # bytes
+WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Arrival:
         assert x_mK.is_contiguous()
         self.space, self.plan, self.x_mK = workspace.of(group, op), plan, x_mK
         half = -(-plan.nbytes // ALIGNMENT) * ALIGNMENT
-        self.space.require({"rows": 2 * half}, {"arrived": plan.words})
+        self.space.require({"rows": 2 * half}, {"arrived": max(plan.words, WORDS * plan.ranks)})
         self.turn = self.space.turn()
         self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)
         self._kept: Event | None = None
