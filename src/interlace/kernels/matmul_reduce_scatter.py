@@ -48,6 +48,7 @@ from interlace.kernels.ordered_tiles import (
     owned,
     part_of,
     send,
+    share,
     tile_for,
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
@@ -85,7 +86,7 @@ def _reduce_scatter(
         )  # fmt: skip
         taken = claim(counters)
     source = open_places(half, region, WORLD, LATE, BM, BN, WIDTH)
-    first, _, _ = corner(me, 0, M, N, WORLD, True, BM, BN, GROUP)
+    first, _ = share(M, me, WORLD)
     tiles = owned(me, M, N, WORLD, True, BM, BN)
     taken = claim(counters + 1)
     while taken < programs:
