@@ -31,7 +31,9 @@ from interlace.kernels.ordered_tiles import (
     Need,
     add_up,
     await_tile,
+    begin,
     cannot,
+    claim,
     corner,
     elements,
     enter,
@@ -44,7 +46,6 @@ from interlace.kernels.ordered_tiles import (
     send,
     slot,
     tile_for,
-    turn,
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, place, store_part, widens
 from interlace.layout import split
@@ -56,7 +57,7 @@ NO_OPTIONS = Options()
 
 @triton.jit(do_not_specialize=["M"])
 def _one_shot(
-    a, b, c, bias, out, slots, arrived, entered, epochs,
+    a, b, c, bias, out, slots, arrived, entered, epochs, claims,
     M, N, K, a_row, a_column, b_row, b_column, out_row, out_column, spread, region, words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
@@ -68,20 +69,26 @@ def _one_shot(
     half = slots + (epoch & 1).to(tl.int64) * spread
     mine = half + me.to(tl.int64) * region
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    counters = begin(claims, epoch)
+    taken = claim(counters)
+    while taken < programs:
+        for tile in tl.range(taken, rows * columns, programs):
+            down, across = place(tile, rows, columns, GROUP)
+            row, column = down * BM, across * BN
+            made = multiply(a, b, row, M, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+            at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
+            rounded = made.to(slots.dtype.element_ty)
+            for step in tl.static_range(1, WORLD + 1):
+                tl.store(remote(mine, (me + step) % WORLD, heap) + at, rounded, mask=kept)
+            for step in range(1, WORLD + 1):  # to itself too: another program may add the tile up
+                signal(arrived + me * words + tile, epoch, (me + step) % WORLD, heap)
+        taken = claim(counters)
     for tile in tl.range(tl.program_id(0), rows * columns, programs):
         down, across = place(tile, rows, columns, GROUP)
         row, column = down * BM, across * BN
-        made = multiply(a, b, row, M, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
-        at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
-        rounded = made.to(slots.dtype.element_ty)
-        for step in tl.static_range(1, WORLD + 1):
-            tl.store(remote(mine, (me + step) % WORLD, heap) + at, rounded, mask=kept)
-        for step in range(1, WORLD):
-            signal(arrived + me * words + tile, epoch, (me + step) % WORLD, heap)
-    for tile in tl.range(tl.program_id(0), rows * columns, programs):
-        down, across = place(tile, rows, columns, GROUP)
-        row, column = down * BM, across * BN
-        await_tile(tile, arrived, epoch, words, heap, WORLD, False, "one_shot_ar")
+        for step in range(0, WORLD):
+            peer = (me + WORLD - step) % WORLD
+            wait_until(arrived + peer * words + tile, epoch, peer, heap, "one_shot_ar")
         at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
         total = tl.load(half + at, mask=kept, other=0.0).to(tl.float32)
         for rank in tl.static_range(1, WORLD):
@@ -117,7 +124,7 @@ def targets_of(
 
 @triton.jit(do_not_specialize=["M"])
 def _two_shot(
-    a, b, c, bias, out, slots, arrived, sums, reduced, entered, epochs,
+    a, b, c, bias, out, slots, arrived, sums, reduced, entered, epochs, claims,
     M, N, K, a_row, a_column, b_row, b_column, out_row, out_column,
     spread, region, words, sums_spread, sums_region, sums_words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr,
@@ -131,51 +138,55 @@ def _two_shot(
     me, programs = my_rank(heap), tl.num_programs(0)
     half = slots + (epoch & 1).to(tl.int64) * spread
     sums += (epoch & 1).to(tl.int64) * sums_spread
-    start = send(
-        a, b, half, arrived, epoch, tl.program_id(0), M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
-        A, B, WORLD, False, True, BM, BN, BK, GROUP, PARTS, WIDE,
-    )  # fmt: skip
+    counters = begin(claims, epoch)
+    taken = claim(counters)
+    while taken < programs:
+        send(
+            a, b, half, arrived, epoch, taken, M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
+            A, B, WORLD, False, True, BM, BN, BK, GROUP, PARTS, WIDE,
+        )  # fmt: skip
+        taken = claim(counters)
     source = open_places(half, region, WORLD, True, BM, BN, WIDTH)
     tiles = owned(me, M, N, WORLD, False, BM, BN)
     targets = targets_of(sums, tiles, sums_region, heap, WORLD, BM, BN, WIDTH)
     said = reduced + me * sums_words
-    unsaid = -1
-    for tile in tl.range(start, tiles, programs):
-        row, last, column = corner(me, tile, M, N, WORLD, False, BM, BN, GROUP)
-        made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+    taken = claim(counters + 1)
+    while taken < programs:
+        unsaid = -1
+        for tile in tl.range(taken, tiles, programs):
+            row, last, column = corner(me, tile, M, N, WORLD, False, BM, BN, GROUP)
+            made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+            if unsaid >= 0:
+                flush_descriptors()
+                say_all(said + unsaid, epoch, heap, WORLD)
+            unsaid = tile
+            await_tile(tile, arrived, epoch, words, heap, WORLD, True, "two_shot_ar")
+            for part in tl.static_range(PARTS):
+                left = column + part * WIDTH
+                total = add_up(
+                    part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
+                    WORLD, True, part * WIDTH, WIDTH, BM, BN,
+                )  # fmt: skip
+                if BIAS:
+                    total += load_bias(bias, left, N, WIDTH)
+                rounded = total.to(out.dtype.element_ty)
+                for peer in tl.static_range(WORLD - 1):
+                    targets[peer].store([tile * BM, part * WIDTH], rounded)
+                store_part(c, out, rounded, row, last, left, N, out_row, out_column, C, BM, WIDTH)
         if unsaid >= 0:
             flush_descriptors()
             say_all(said + unsaid, epoch, heap, WORLD)
-        unsaid = tile
-        await_tile(tile, arrived, epoch, words, heap, WORLD, True, "two_shot_ar")
-        for part in tl.static_range(PARTS):
-            left = column + part * WIDTH
-            total = add_up(
-                part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
-                WORLD, True, part * WIDTH, WIDTH, BM, BN,
-            )  # fmt: skip
-            if BIAS:
-                total += load_bias(bias, left, N, WIDTH)
-            rounded = total.to(out.dtype.element_ty)
-            for peer in tl.static_range(WORLD - 1):
-                targets[peer].store([tile * BM, part * WIDTH], rounded)
-            store_part(c, out, rounded, row, last, left, N, out_row, out_column, C, BM, WIDTH)
-    if unsaid >= 0:
-        flush_descriptors()
-        say_all(said + unsaid, epoch, heap, WORLD)
-    start = turn(start, tiles)
+        taken = claim(counters + 1)
     for step in range(1, WORLD):
         owner = (me + WORLD - step) % WORLD
-        tiles = owned(owner, M, N, WORLD, False, BM, BN)
         there = sums + slot(owner, me).to(tl.int64) * sums_region
-        for tile in range(start, tiles, programs):
+        for tile in range(tl.program_id(0), owned(owner, M, N, WORLD, False, BM, BN), programs):
             row, last, column = corner(owner, tile, M, N, WORLD, False, BM, BN, GROUP)
             wait_until(reduced + owner * sums_words + tile, epoch, owner, heap, "two_shot_ar")
             for part in tl.static_range(PARTS):
                 at, kept = elements(tile, row, last, column, N, part * WIDTH, WIDTH, BM, BN)
                 found = tl.load(there + at, mask=kept, other=0.0)
                 store_part(c, out, found, row, last, column + part * WIDTH, N, out_row, out_column, C, BM, WIDTH)
-        start = turn(start, tiles)
     leave(entered, epoch, heap, WORLD, "two_shot_ar")
 
 
@@ -201,7 +212,8 @@ def _one_shot_run(
     c, parts = operand(out_MN, (tile.block_m, tile.block_n), ROWS), room.buffers["all"]
     kernel: Any = _one_shot[(room.programs,)]
     kernel(
-        a.argument, b.argument, c.argument, bias_N, out_MN, parts.slots, parts.arrived, room.entered, room.epochs,
+        a.argument, b.argument, c.argument, bias_N, out_MN,
+        parts.slots, parts.arrived, room.entered, room.epochs, room.claims,
         M, N, K, a.row, a.column, b.row, b.column, out_MN.stride(0), out_MN.stride(1),
         parts.spread, parts.region, parts.words, room.context,
         A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size,
@@ -236,7 +248,8 @@ def _two_shot_run(
         x_MK.device,
         lambda: kernel(
             a.argument, b.argument, c.argument, bias_N, out_MN,
-            parts.slots, parts.arrived, sums.slots, sums.arrived, room.entered, room.epochs,
+            parts.slots, parts.arrived, sums.slots, sums.arrived,
+            room.entered, room.epochs, room.claims,
             M, N, K, a.row, a.column, b.row, b.column, out_MN.stride(0), out_MN.stride(1),
             parts.spread, parts.region, parts.words, sums.spread, sums.region, sums.words, room.context,
             A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size,

@@ -36,7 +36,9 @@ from interlace.kernels.ordered_tiles import (
     Need,
     add_up,
     await_tile,
+    begin,
     cannot,
+    claim,
     corner,
     enter,
     launch,
@@ -46,6 +48,7 @@ from interlace.kernels.ordered_tiles import (
     owned,
     part_of,
     send,
+    share,
     tile_for,
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
@@ -63,7 +66,7 @@ CHUNK = 16 << 20  # bytes of one rank's rows from which on 2 ranks send them in 
 
 @triton.jit(do_not_specialize=["M"])
 def _reduce_scatter(
-    a, b, c, bias, out, slots, arrived, entered, epochs,
+    a, b, c, bias, out, slots, arrived, entered, epochs, claims,
     M, N, K, a_row, a_column, b_row, b_column, out_row, out_column, spread, region, words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr, LATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -74,25 +77,33 @@ def _reduce_scatter(
     enter(entered, epoch, heap, WORLD)
     me, programs = my_rank(heap), tl.num_programs(0)
     half = slots + (epoch & 1).to(tl.int64) * spread
-    start = send(
-        a, b, half, arrived, epoch, tl.program_id(0), M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
-        A, B, WORLD, True, LATE, BM, BN, BK, GROUP, PARTS, WIDE,
-    )  # fmt: skip
+    counters = begin(claims, epoch)
+    taken = claim(counters)
+    while taken < programs:
+        send(
+            a, b, half, arrived, epoch, taken, M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
+            A, B, WORLD, True, LATE, BM, BN, BK, GROUP, PARTS, WIDE,
+        )  # fmt: skip
+        taken = claim(counters)
     source = open_places(half, region, WORLD, LATE, BM, BN, WIDTH)
-    first, _, _ = corner(me, 0, M, N, WORLD, True, BM, BN, GROUP)
-    for tile in tl.range(start, owned(me, M, N, WORLD, True, BM, BN), programs):
-        row, last, column = corner(me, tile, M, N, WORLD, True, BM, BN, GROUP)
-        made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
-        await_tile(tile, arrived, epoch, words, heap, WORLD, LATE, "matmul_rs")
-        for part in tl.static_range(PARTS):
-            total = add_up(
-                part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
-                WORLD, LATE, part * WIDTH, WIDTH, BM, BN,
-            )  # fmt: skip
-            left = column + part * WIDTH
-            if BIAS:
-                total += load_bias(bias, left, N, WIDTH)
-            store_part(c, out, total, row - first, last - first, left, N, out_row, out_column, C, BM, WIDTH)
+    first, _ = share(M, me, WORLD)
+    tiles = owned(me, M, N, WORLD, True, BM, BN)
+    taken = claim(counters + 1)
+    while taken < programs:
+        for tile in tl.range(taken, tiles, programs):
+            row, last, column = corner(me, tile, M, N, WORLD, True, BM, BN, GROUP)
+            made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+            await_tile(tile, arrived, epoch, words, heap, WORLD, LATE, "matmul_rs")
+            for part in tl.static_range(PARTS):
+                total = add_up(
+                    part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
+                    WORLD, LATE, part * WIDTH, WIDTH, BM, BN,
+                )  # fmt: skip
+                left = column + part * WIDTH
+                if BIAS:
+                    total += load_bias(bias, left, N, WIDTH)
+                store_part(c, out, total, row - first, last - first, left, N, out_row, out_column, C, BM, WIDTH)
+        taken = claim(counters + 1)
     leave(entered, epoch, heap, WORLD, "matmul_rs")
 
 
@@ -114,7 +125,8 @@ def _one_kernel(
     launch(
         x_MK.device,
         lambda: kernel(
-            a.argument, b.argument, c.argument, bias_N, out_nN, parts.slots, parts.arrived, room.entered, room.epochs,
+            a.argument, b.argument, c.argument, bias_N, out_nN,
+            parts.slots, parts.arrived, room.entered, room.epochs, room.claims,
             M, N, K, a.row, a.column, b.row, b.column, out_nN.stride(0), out_nN.stride(1),
             parts.spread, parts.region, parts.words, room.context,
             A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size, LATE=late,

@@ -12,6 +12,10 @@ Why nobody overwrites what another still reads: a call begins by telling all ran
 told so (`leave`).  Whoever is in call e + 1 knows that all have entered e, hence left e - 1, which used the same half.
 Words only grow, and each has one writer, so that calls of other sizes, whose tiles lie elsewhere, cannot mistake them.
 
+Programs need not be resident together, as they are not when another kernel holds multiprocessors: a share of the tiles
+is taken (`claim`) by whoever runs, all that others wait for before anything that waits.  So a program that spins never
+waits for one that has found no room, neither here nor at a peer.
+
 With LATE a tile is stored by the multiprocessor's copy unit (TMA) while the next one is computed, and told of after
 that.  Dropped (docs/notes/0013-fused-scatter.md): ordinary stores to the peer in large products, which hold up the
 tensor cores; loops over tiles and K as one (`Tile.flatten`), which lose the pipeline of loads where tiles are told of.
@@ -30,7 +34,7 @@ import triton.language as tl
 from interlace.collectives import Group
 from interlace.kernels import workspace
 from interlace.kernels.candidate import Problem, Tile
-from interlace.kernels.tile import DTYPES, default_tile, is_interpreted, multiply, place
+from interlace.kernels.tile import DTYPES, MOST, default_tile, is_interpreted, multiply, place
 from interlace.symmetric.device import admit_descriptors, flush_descriptors, my_rank, remote, signal, wait_until
 
 LARGE = (
@@ -55,6 +59,22 @@ def leave(entered, epoch, heap, WORLD: tl.constexpr, KERNEL: tl.constexpr):
         for step in range(1, WORLD):
             peer = (me + step) % WORLD
             wait_until(entered + peer, epoch, peer, heap, KERNEL)
+
+
+@triton.jit
+def begin(claims, epoch):
+    """This call's two counters of taken shares; makes ready those of the next call."""
+    if tl.program_id(0) == 0:
+        later = claims + ((epoch + 1) & 1) * 2
+        tl.store(later, 0)
+        tl.store(later + 1, 0)
+    return claims + (epoch & 1) * 2
+
+
+@triton.jit
+def claim(counter):
+    """The next share that no program has taken: of as many as there are programs."""
+    return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -94,13 +114,6 @@ def corner(
 
 
 @triton.jit
-def turn(start, tiles):
-    """Where a program that began at `start` goes on in the next row of tiles, so that all programs stay busy."""
-    programs = tl.num_programs(0)
-    return start + tl.cdiv(tl.maximum(tiles - start, 0), programs) * programs - tiles
-
-
-@triton.jit
 def slot(of, at):
     """The place that rank `at` keeps for rank `of`, among those for its peers."""
     return of - (of > at).to(tl.int32)
@@ -129,17 +142,18 @@ def elements(tile, row, last, column, N, FROM: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def send(
-    a, b, half, arrived, epoch, start, M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
+    a, b, half, arrived, epoch, taken, M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
     A: tl.constexpr, B: tl.constexpr, WORLD: tl.constexpr, BY_ROWS: tl.constexpr, LATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Computes this program's part of the tiles that others own, the next rank's first, and sends them.
+    """Computes the tiles that others own, the next rank's first, and sends them: share `taken` of as many as there are
+    programs.
 
     half: this call's places, `region` elements each, as they lie at every rank; arrived: `words` words for each sender.
-    Returns where this program goes on among its own tiles.
     """
     me, programs = my_rank(heap), tl.num_programs(0)
+    start = taken
     for step in range(1, WORLD):
         owner = (me + step) % WORLD
         tiles = owned(owner, M, N, WORLD, BY_ROWS, BM, BN)
@@ -166,8 +180,7 @@ def send(
         if unsaid >= 0:
             flush_descriptors()
             signal(flags + unsaid, epoch, owner, heap)
-        start = turn(start, tiles)
-    return start
+        start += tl.cdiv(tl.maximum(tiles - start, 0), programs) * programs - tiles  # so that all have as much to do
 
 
 @triton.jit
@@ -254,15 +267,15 @@ class Places:
 
 @dataclass(frozen=True)
 class Room:
-    """What an operation's kernels share.  entered: a word a rank; epochs: a word a program.
+    """What an operation's kernels share.  entered: a word a rank; epochs: a word a program; claims: counters.
 
-    programs: of every launch, since each counts its calls: one a multiprocessor.  Where programs run one after the
-    other there is one, since it waits for tiles that other ranks' later programs would send.
+    programs: of every launch, since each counts its calls: one a multiprocessor.
     """
 
     buffers: dict[str, Places]
     entered: torch.Tensor
     epochs: torch.Tensor
+    claims: torch.Tensor
     context: torch.Tensor
     programs: int
 
@@ -272,7 +285,8 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
     space = workspace.of(group, op)
     size, most = tile.block_m * tile.block_n, _most_programs(group.device)
     space.require(
-        {name: 2 * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()},
+        {name: 2 * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
+        | {"claims": 16},
         {f"{name} arrived": group.size * need.tiles for name, need in needs.items()}
         | {"entered": group.size, "epochs": most},
     )
@@ -280,11 +294,10 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
     buffers = {}
     for name, need in needs.items():
         slots, arrived = space.tensors[name].local.view(need.wire), space.tensors[f"{name} arrived"].local
-        spread = len(slots) // 2
-        region = spread // need.senders // size * size
-        buffers[name] = Places(slots, arrived, spread, region, len(arrived) // group.size)
+        buffers[name] = Places(slots, arrived, len(slots) // 2, need.tiles * size, len(arrived) // group.size)
     entered, epochs = space.tensors["entered"].local, space.tensors["epochs"].local
-    return Room(buffers, entered, epochs, space.heap.context, 1 if is_interpreted() else space.places(most))
+    claims = space.buffer("claims", None, (4,), torch.int32)
+    return Room(buffers, entered, epochs, claims, space.heap.context, space.places(most))
 
 
 def _most_programs(device: torch.device) -> int:
@@ -303,6 +316,8 @@ def cannot(problem: Problem, device: torch.device, late: bool = False) -> str | 
         return "one rank has nobody to send to"
     if problem.dtype not in DTYPES:
         return f"{str(problem.dtype).removeprefix('torch.')} numbers; of float32, float16 and bfloat16 it knows"
+    if problem.M * problem.N >= MOST:
+        return f"{problem.M} rows of {problem.N} sums; its tiles are counted in 32 bits"
     if device.type != "cuda" and not is_interpreted():
         return "its kernels run on GPUs, or with TRITON_INTERPRET=1 on a CPU"
     if late and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
