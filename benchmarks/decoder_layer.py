@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import peers.torch_tensor as native
+from fused.targets import SLOWER, interval
 from fused_matmul import NO_MULTICAST, commit
-from fused_targets import SLOWER, interval
 
 from interlace import launch, spec
 from interlace.collectives import Groups, make_groups

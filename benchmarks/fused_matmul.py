@@ -38,10 +38,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import fused_rows
-import fused_targets
 import peers.torch_fused as torch_ways
-from fused_rows import Row
+from fused import shapes, targets
+from fused.shapes import Row
 
 from interlace import launch
 from interlace.collectives import Group, Meter, make_groups
@@ -315,8 +314,8 @@ def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group) -> int:
 def rank_main(world: World, **given: Any) -> dict[str, Any]:
     """What each rank does; rank 0 keeps the records."""
     began = time.monotonic()
-    every = fused_rows.smoke() if given["smoke"] else fused_rows.rows()
-    todo = fused_rows.selected(every, given["rows"], given["only"])
+    every = shapes.smoke() if given["smoke"] else shapes.rows()
+    todo = shapes.selected(every, given["rows"], given["only"])
     setup = set_up(world, given)
     book = Book(Path(given["out"]), given) if world.rank == 0 else None
     if world.rank == 0:
@@ -381,7 +380,7 @@ class Book:
         record |= self.mark
         self.numbers.add(number)
         self.records[f"{record['key']} {record['dtype']} {record['world']}"] = record
-        made = fused_targets.Figures.of(record)
+        made = targets.Figures.of(record)
         own = sorted((us, name[4:]) for name, us in made.medians.items() if name.startswith("own "))
         others = [f"{name} {us:.1f}" for name, us in made.medians.items() if not name.startswith("own ")]
         print(
@@ -417,7 +416,7 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
 
 def show(path: Path) -> Iterator[str]:
     """Writes FILE.md, and gives its head: the targets."""
-    lines = list(fused_targets.report(list(read(path).values())))
+    lines = list(targets.report(list(read(path).values())))
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     yield from (line for line in lines if line.startswith(("- ", "  - ")))
     yield f"wrote {path} and {path.with_suffix('.md')}"
@@ -460,7 +459,7 @@ def main() -> None:
         print("\n".join(show(Path(given.report))))
         return
     if given.list:
-        for number, row in fused_rows.selected(fused_rows.rows(), given.rows, given.only):
+        for number, row in shapes.selected(shapes.rows(), given.rows, given.only):
             print(f"{number:4d} {row.key} [{row.kind}] {'; '.join(row.names)}")
         return
     gpus = tune.num_gpus()

@@ -19,9 +19,8 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import fused_matmul  # noqa: E402 - found through the line above
-import fused_rows  # noqa: E402
-import fused_targets  # noqa: E402
-from fused_targets import Figures, interval, verdicts  # noqa: E402
+from fused import shapes, targets  # noqa: E402
+from fused.targets import Figures, interval, verdicts  # noqa: E402
 
 
 def record(op: str = "all_gather_matmul", M: int = 8192, wire: float = 50.0, **changes: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def missed(*records: dict[str, Any]) -> list[str]:
 
 
 def test_rows_are_the_products_of_the_models() -> None:
-    rows = fused_rows.rows()
+    rows = shapes.rows()
     found = {(row.op, row.M, row.N, row.K): row for row in rows}
     assert len(found) == len(rows)
     # The MLP of 70B at tp=8 and tp=2, its attention, the MLP of 405B and of Qwen3 at tp=8.
@@ -54,27 +53,27 @@ def test_rows_are_the_products_of_the_models() -> None:
     row = found["matmul_all_reduce", 64, 8192, 3584]
     assert row.names == ("llama-70b tp=8 down",)
     assert (row.kind, row.tier) == ("decode", 0)
-    assert {row.M for row in rows if row.kind != "held-out"} == set(fused_rows.ROWS)
-    assert {row.kind for row in rows} == set(fused_rows.KINDS)
+    assert {row.M for row in rows if row.kind != "held-out"} == set(shapes.ROWS)
+    assert {row.kind for row in rows} == set(shapes.KINDS)
     assert [row.tier for row in rows] == sorted(row.tier for row in rows), "the most important first"
 
 
 def test_held_out_shapes_are_of_classes_that_no_row_has() -> None:
-    rows = fused_rows.rows()
+    rows = shapes.rows()
     classes = {(row.op, *shape_class(row.M, row.N, row.K)) for row in rows if row.kind != "held-out"}
-    for op, *shape in fused_rows.HELD_OUT:
+    for op, *shape in shapes.HELD_OUT:
         assert (op, *shape_class(*shape)) not in classes, (op, shape)
 
 
 def test_rows_are_selected_by_number_and_by_words() -> None:
-    rows = fused_rows.rows()
-    some = fused_rows.selected(rows, "10:20", "")
+    rows = shapes.rows()
+    some = shapes.selected(rows, "10:20", "")
     assert [number for number, _ in some] == list(range(10, 20))
     assert all(rows[number] == row for number, row in some)
-    few = fused_rows.selected(rows, ":", "decode,llama-70b,tp=8,M=64")
+    few = shapes.selected(rows, ":", "decode,llama-70b,tp=8,M=64")
     assert {(row.N, row.K) for _, row in few} == {(8192, 1024), (8192, 3584)}
-    assert fused_rows.selected(rows, "5:", "")[0][0] == 5
-    assert fused_rows.selected(rows, ":", "no-such-word") == []
+    assert shapes.selected(rows, "5:", "")[0][0] == 5
+    assert shapes.selected(rows, ":", "no-such-word") == []
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def test_a_row_that_misses_one(changes: dict[str, Any], said: str) -> None:
 def test_within_the_spread_nothing_is_slower() -> None:
     noisy = [100.0, 160.0, 170.0, 140.0, 170.0, 130.0, 158.0, 155.0, 149.0, 165.0, 158.0, 156.0]
     assert missed(record(samples={"own chunks": noisy}, M=1024)) == []
-    assert Figures.of(record(samples={"own chunks": noisy})).ratio("serial window")[1] > fused_targets.SLOWER
+    assert Figures.of(record(samples={"own chunks": noisy})).ratio("serial window")[1] > targets.SLOWER
 
 
 def test_targets_of_few_rows() -> None:
@@ -149,7 +148,7 @@ def test_targets_of_few_rows() -> None:
 
 
 def test_the_report_names_what_was_wrong_and_every_column() -> None:
-    text = "\n".join(fused_targets.report([record(wrong={"tiles": "off by 0.3"}), record(M=4096)]))
+    text = "\n".join(targets.report([record(wrong={"tiles": "off by 0.3"}), record(M=4096)]))
     assert "- WRONG: all_gather_matmul 8192: tiles: off by 0.3" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 4
