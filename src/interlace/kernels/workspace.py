@@ -165,9 +165,12 @@ class Workspace:
         return whole[offset : offset + count].view(dtype).view(shape)
 
     def places(self, programs: int) -> int:
-        """How many programs of a kernel that waits: `programs`, but no more than fit on the device together."""
+        """How many programs of a kernel that waits: `programs`, but no more than fit on the device together.
+
+        Calls counted in memory leave one multiprocessor to the small kernels and copies that graphs may make of words.
+        """
         if self.device.type == "cuda":
-            most = torch.cuda.get_device_properties(self.device).multi_processor_count
+            most = torch.cuda.get_device_properties(self.device).multi_processor_count - self.counts_in_memory
             sharing = 1 if self._heap is None else self._heap.fabric.sharing
             return max(1, min(programs, most if sharing == 1 else most // (2 * sharing)))  # copies there need some too
         return max(1, min(programs, 2))
