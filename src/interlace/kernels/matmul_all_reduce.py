@@ -16,6 +16,7 @@ calls in memory, and may be captured in a CUDA graph.  How tiles travel and why 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,18 +127,20 @@ def targets_of(
 def _two_shot(
     a, b, c, bias, out, slots, arrived, sums, reduced, entered, epochs, claims,
     M, N, K, a_row, a_column, b_row, b_column, out_row, out_column,
-    spread, region, words, sums_spread, sums_region, sums_words, heap,
+    spread, region, words, sums_region, sums_words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles are owned in equal shares, whatever the rows.  slots, arrived: for parts; sums, reduced: for sums."""
+    """Tiles are owned in equal shares, whatever the rows.  slots, arrived: for parts; sums, reduced: for sums.
+
+    Sums need no second half: an owner has a sum of call e + 1 when all have sent parts of it, so have left e.
+    """
     WIDTH: tl.constexpr = BN // PARTS
     epoch = next_epoch(epochs)
     enter(entered, epoch, heap, WORLD)
     me, programs = my_rank(heap), tl.num_programs(0)
     half = slots + (epoch & 1).to(tl.int64) * spread
-    sums += (epoch & 1).to(tl.int64) * sums_spread
     counters = begin(claims, epoch)
     taken = claim(counters)
     while taken < programs:
@@ -236,7 +239,7 @@ def _two_shot_run(
     tile = options.tile or tile_for(OP, M, N, x_MK.dtype, group)
     tiles = triton.cdiv(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n), group.size)
     need = Need(group.size - 1, tiles, x_MK.dtype)
-    room = make_room(group, OP, tile, {"parts": need, "sums": need})
+    room = make_room(group, OP, tile, {"parts": need, "sums": replace(need, calls=1)})
     own = len(range(*split(M, group.size, group.rank)))
     group.meter.count("reduce_scatter", group.axis, (M - own) * N * x_MK.element_size())
     group.meter.count("all_gather", group.axis, own * N * x_MK.element_size() * (group.size - 1))
@@ -251,7 +254,7 @@ def _two_shot_run(
             parts.slots, parts.arrived, sums.slots, sums.arrived,
             room.entered, room.epochs, room.claims,
             M, N, K, a.row, a.column, b.row, b.column, out_MN.stride(0), out_MN.stride(1),
-            parts.spread, parts.region, parts.words, sums.spread, sums.region, sums.words, room.context,
+            parts.spread, parts.region, parts.words, sums.region, sums.words, room.context,
             A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size,
             BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
             PARTS=tile.parts, WIDE=widens(x_MK.dtype),

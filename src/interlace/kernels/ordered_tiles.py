@@ -243,11 +243,12 @@ def received(
 
 @dataclass(frozen=True)
 class Need:
-    """Room for `tiles` tiles from each of `senders` ranks, in the type that travels."""
+    """Room for `tiles` tiles from each of `senders` ranks, in the type that travels, for `calls` calls at once."""
 
     senders: int
     tiles: int
     wire: torch.dtype
+    calls: int = 2
 
 
 @dataclass(frozen=True)
@@ -285,7 +286,7 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
     space = workspace.of(group, op)
     size, most = tile.block_m * tile.block_n, _most_programs(group.device)
     space.require(
-        {name: 2 * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
+        {name: need.calls * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
         | {"claims": 16},
         {f"{name} arrived": group.size * need.tiles for name, need in needs.items()}
         | {"entered": group.size, "epochs": most},
@@ -294,7 +295,7 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
     buffers = {}
     for name, need in needs.items():
         slots, arrived = space.tensors[name].local.view(need.wire), space.tensors[f"{name} arrived"].local
-        buffers[name] = Places(slots, arrived, len(slots) // 2, need.tiles * size, len(arrived) // group.size)
+        buffers[name] = Places(slots, arrived, len(slots) // need.calls, need.tiles * size, len(arrived) // group.size)
     entered, epochs = space.tensors["entered"].local, space.tensors["epochs"].local
     claims = space.buffer("claims", None, (4,), torch.int32)
     return Room(buffers, entered, epochs, claims, space.heap.context, space.places(most))
