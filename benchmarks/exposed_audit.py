@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from data_parallel import Variant, ours, random_batch, wait
 
-from interlace.collectives import Group, Groups, Meter, Window, make_groups, ops, ordered
+from interlace.collectives import Groups, Meter, Window, make_groups, ops, ordered
 from interlace.collectives.handle import between, now
 from interlace.config import load
 from interlace.mesh import Mesh
@@ -69,10 +69,7 @@ def on_compute_stream(groups: Groups) -> Groups:
     """The same groups, whose side stream is the compute stream."""
     device = groups["dp"].device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    by_axis = {
-        group.axis: Group(group.axis, group.ranks, group.rank, device, group.meter, group.process_group, stream)
-        for group in groups
-    }
+    by_axis = {group.axis: group.like(stream=stream) for group in groups}
     return dataclasses.replace(groups, by_axis=by_axis)
 
 

@@ -10,7 +10,7 @@ after another, for models of which only one fits.  First, step 1 of each is chec
 Variants, with the suffix -eager without compilation of the blocks:
 
     ours            tp=N with sequence parallel; transfers beside products
-    ours-serial     the same, every transfer by itself (overlap=off)
+    ours-serial     the same, every transfer by itself (overlap=off); -plain, -fused: those values of overlap
     ours-whole      without sequence parallel (sequence=off)
     torch           DTensor plans, sequence parallel, loss_parallel (peers/torch_tensor.py)
     torch-async     the same with async-TP (needs compilation and GPUs)
@@ -51,10 +51,16 @@ from interlace.train.data import Batch
 from interlace.train.step import train_step
 
 
+def _policy(name: str) -> str:
+    """Of `overlap`, by a suffix; auto without one."""
+    named = {"-serial": "off", "-plain": "plain", "-fused": "fused"}
+    return next((policy for suffix, policy in named.items() if suffix in name), "auto")
+
+
 def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> Variant:
     table = {parameter.name: parameter for parameter in spec.parameters(cfg)}
     made = decoder(cfg, "meta", "-eager" not in name)
-    axis = Axis(groups["tp"], sequence="-whole" not in name, overlap="-serial" not in name)
+    axis = Axis(groups["tp"], sequence="-whole" not in name, overlap=_policy(name))
     parts = split_decoder(made, spec.parameters(cfg), axis, holding(groups, "tp", 90.0))
     model = DataParallel(
         made,
@@ -62,7 +68,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         units=("embedding", "blocks.*", "head"),
         gradients="sum",
         compute_dtype=torch.bfloat16,
-        overlap=axis.overlap,
+        overlap=axis.overlap != "off",
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
         parts=parts,

@@ -82,7 +82,7 @@ plans = st.builds(
     micro_batches=positive,
     micro_batch_size=count,
     recompute=st.sampled_from(["none", "selective", "full"]),
-    overlap=st.sampled_from(["on", "off"]),
+    overlap=st.sampled_from(["auto", "plain", "fused", "off"]),
     transport=st.sampled_from(["auto", "library", "copy"]),
 )
 configs = st.builds(

@@ -425,6 +425,14 @@ def test_the_loss_keeps_gradients_and_no_logits(dtype: torch.dtype) -> None:
     assert {t.dtype for t in kept} == {dtype}
 
 
+def test_fused_products_need_a_tensor_axis() -> None:
+    message = refusal(tiny("dp=2 overlap=fused"), 2, axes=("dp", "tp"))
+    assert "asks for overlap=fused without a tensor axis (tp=1)" in message
+    assert message.endswith('nearest that works is "dp=2"')
+    for overlap in ("auto", "plain", "fused", "off"):
+        check(tiny(f"tp=2 overlap={overlap}"), 2, None, ("dp", "tp"))
+
+
 def test_what_pipelines_refuse(tmp_path: Path) -> None:
     compiled = tiny("pp=2 schedule=zb-h1 micro_batches=4", "train.compile=true")
     message = refusal(compiled, 2, axes=("dp", "pp"))

@@ -39,11 +39,7 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
     """The decoder split over all ranks."""
     mesh = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("dp", "tp"))
     if asynchronous:
-        import torch._inductor.config as inductor
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-        inductor._micro_pipeline_tp = True
-        enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+        _split_products(mesh["tp"])
     decoder.head.vocabulary = SplitLogits()
     _plan(decoder, mesh["tp"])
     # A compiled block takes a tensor that is still on its way as one without history, and the embedding learns nothing
@@ -60,9 +56,28 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
     return decoder
 
 
+def layer(decoder: Decoder, device: torch.device, ranks: int, asynchronous: bool) -> None:
+    """The first block split over all ranks by the same plan, compiled on a GPU, its weights in their own dtype."""
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))
+    if asynchronous:
+        _split_products(mesh)
+    _plan(decoder, mesh)
+    block = decoder.blocks[0]
+    if device.type == "cuda":
+        block.forward = torch.compile(block.forward)
+
+
 def losses_are_split() -> Any:
     """Around forward and backward."""
     return loss_parallel()
+
+
+def _split_products(tp: DeviceMesh) -> None:
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tp.get_group().group_name)
 
 
 def _plan(decoder: Decoder, tp: DeviceMesh) -> None:

@@ -62,6 +62,8 @@ class ParallelPlan(Section):
     other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
     `expert_halves` cuts the rows of a layer of experts in two over `ep`, so that one half travels while the other is
     multiplied.
+    `overlap`: off lets every transfer run by itself; otherwise they run beside products, and those of `tp` as plain
+    collectives (plain), by the best fused kernel (fused), or fused where the device's table says that it wins (auto).
     """
 
     _place: ClassVar[str] = ""
@@ -80,7 +82,7 @@ class ParallelPlan(Section):
     micro_batches: Positive = 1
     micro_batch_size: Count = 0
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
-    overlap: Annotated[str, OneOf(("on", "off"))] = "on"
+    overlap: Annotated[str, OneOf(("auto", "plain", "fused", "off"))] = "auto"
     transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
     exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"

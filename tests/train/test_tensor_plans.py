@@ -14,7 +14,7 @@ import runs
 from interlace import spec
 from interlace.checkpoint import Reader
 from interlace.cli import app
-from interlace.config import Config
+from interlace.config import Config, loads
 from interlace.plan import fit
 from interlace.schedule import FORMS
 from interlace.train import loop, verify
@@ -127,8 +127,30 @@ def test_the_command_sweeps(tmp_path: Path) -> None:
     assert refused.exit_code == 2
 
 
+def test_a_run_names_the_table_that_its_products_are_chosen_by(run_ranks: Run, tmp_path: Path) -> None:
+    """In run.toml, which stays readable, and in the checkpoint; a run that chooses nothing names none."""
+    made = {overlap: runs.config(tmp_path, f"tp=2 overlap={overlap}", out=overlap) for overlap in ("auto", "plain")}
+    run_ranks("rank_functions_train:train_all", 2, {"jobs": [job(cfg) for cfg in made.values()]})
+    for overlap, cfg in made.items():
+        text = (tmp_path / overlap / "run.toml").read_text()
+        assert loads(text) == cfg
+        assert text.startswith("# products chosen by the table cpu none\n") == (overlap == "auto")
+        meta = Reader(tmp_path / overlap / "checkpoints" / "step-3").meta
+        assert meta["table"] == ("cpu none" if overlap == "auto" else "")
+    assert runs.losses(made["auto"]) == runs.losses(made["plain"])
+
+
 @pytest.mark.gpu2
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence=off", "tp=2 overlap=off recompute=full"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2",
+        "tp=2 sequence=off",
+        "tp=2 overlap=off recompute=full",
+        "tp=2 overlap=fused",
+        "tp=2 overlap=fused sequence=off",
+    ],
+)
 def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
     """Uneven vocabulary and features, odd rows, both forms."""
     uneven = ["model.vocab_size=265", "model.ffn_size=23", "data.sequence_length=13", "train.global_batch=3"]

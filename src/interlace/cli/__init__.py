@@ -8,15 +8,16 @@
     interlace generate RUN --prompt "..."
     interlace report RUN | TRACE.json[.gz] ... [--against OTHER] [--steps A:B]
     interlace check MODULE.py:LAUNCH [--ranks 2,3,4] [--schedules 1000]
+    interlace tune M N K [--op all_gather_matmul] [--dtype bf16] [--nproc 2] [--table FILE]
 
 One file for each group of commands.  Everything heavy is imported inside a command.  Exit codes are those of
 `interlace.errors`.
 """
 
-from interlace.cli import train, verify, report, check  # isort: skip - commands are listed in this order
+from interlace.cli import train, verify, report, check, tune  # isort: skip - commands are listed in this order
 from interlace.cli.options import app
 
-__all__ = ["app", "check", "main", "report", "train", "verify"]
+__all__ = ["app", "check", "main", "report", "train", "tune", "verify"]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import datetime
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def like(self, **changes: Any) -> Group:
+        """Another group, the same but for `changes`."""
+        names = ("axis", "ranks", "rank", "device", "meter", "process_group", "stream")
+        return Group(**{name: getattr(self, name) for name in names} | changes)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -43,20 +43,31 @@ from interlace.spec import Parameter, Role
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """The tensor axis: its ranks, whether the residual stream is split, whether transfers run beside products.
+    """The tensor axis: its ranks, whether the residual stream is split, how transfers run beside products.
 
+    overlap: "auto", "plain", "fused" or "off", as `kernels.tune.lookup` has it; "off" is every transfer by itself.
     reruns: whole blocks are run again in backward.  A run that ends early, as torch's checkpoint does once everything
     saved is back, leaves out the last product of a block only if it stands by itself.
     """
 
     group: Group
     sequence: bool = True
-    overlap: bool = True
+    overlap: str = "auto"
     reruns: bool = False
 
     def count(self, context: Any) -> int | None:
         """Rows of all ranks together where each holds some of them; None where each holds all."""
         return context.num_rows if self.sequence else None
+
+    def gather_matmul(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], context: Any, columns: int
+    ) -> list[Tensor]:
+        """The products of all rows.  columns: the outputs of all ranks' weights together."""
+        beside = self.overlap != "off"
+        made: list[Tensor] = gather_matmul(
+            x, weights, biases, self.group, self.count(context), beside, columns=columns, policy=self.overlap
+        )
+        return made
 
     def rows(self, count: int) -> tuple[int, int]:
         """The rows of the residual stream that this rank holds."""
@@ -92,7 +103,7 @@ def split_decoder(
         if parameter.role is Role.COLUMN:
             above.project = SharedColumns(axis)
         if parameter.role is Role.ROW:
-            setattr(above, name, Row(decoder.get_submodule(owner), axis))
+            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
         if parameter.role is Role.EXPERT:
             above.enter, above.leave = Enter(axis, bool(above.reads_logits)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
@@ -118,25 +129,26 @@ class SharedColumns(nn.Module):
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        count = self.axis.count(context)
-        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap)
-        return made
+        columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
+        return self.axis.gather_matmul(x, weights, biases, context, columns)
 
 
 class Row(nn.Module):
     """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
 
-    def __init__(self, linear: Any, axis: Axis) -> None:
+    def __init__(self, linear: Any, axis: Axis, inner: int | None = None) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.axis = axis
+        self.axis, self.inner = axis, inner
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
+        group, policy = self.axis.group, self.axis.overlap
+        overlap = policy != "off" and not self.axis.reruns
         if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, self.axis.group, self.axis.overlap and not self.axis.reruns)[None]
+            made = matmul_scatter(x, self.weight, group, overlap, self.inner, policy)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group)
+            made = matmul_reduce(x, self.weight, group, overlap, self.inner, policy)
         return made if self.bias is None else made + self.bias
 
 
@@ -170,9 +182,9 @@ class SplitVocabulary(nn.Module):
         self.size = part.shape[0]
 
     def forward(self, x: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Any, rows: Any) -> Tensor:
-        group, count = self.axis.group, self.axis.count(context)
+        group = self.axis.group
         if labels_BT is None:
-            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap)
+            (logits,) = self.axis.gather_matmul(x, [output.weight], [None], context, self.size)
             return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
         labels_N = labels_BT.flatten()
         return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)

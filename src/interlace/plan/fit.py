@@ -104,7 +104,7 @@ def random_plans(
             zero=zero,
             shard=draw.choice(shards),
             recompute=draw.choice(RECOMPUTE),
-            overlap=draw.choice(("on", "off")),
+            overlap=draw.choice(("auto", "plain", "off", *(["fused"] if tp > 1 else []))),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
@@ -190,6 +190,8 @@ def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, ava
         return f"asks for shard={plan.shard}, which does not divide dp={plan.dp}"
     if plan.shard > 1 and not plan.zero:
         return f"asks for shard={plan.shard} with zero=0, which repeats everything on every rank"
+    if plan.overlap == "fused" and plan.tp == 1:
+        return "asks for overlap=fused without a tensor axis (tp=1), whose products there are to fuse"
     if plan.ep > 1:
         if not cfg.num_experts:
             return f"asks for ep={plan.ep}, and the model has no experts"
@@ -314,6 +316,8 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
     for dp, tp, pp, cp, ep in _meshes(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
+        if tp == 1 and asked.overlap == "fused":
+            mesh = replace(mesh, overlap="auto")
         if pp > 1 and asked.transport == "copy":
             mesh = replace(mesh, transport="auto")
         pipelines = {("1f1b", 1, "")}
@@ -366,6 +370,7 @@ def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
         + 2 * micro_batches
         + (plan.micro_batch_size != asked.micro_batch_size)
         + (plan.exchange != asked.exchange)
+        + (plan.overlap != asked.overlap)
         + 8 * (plan.schedule != asked.schedule)
         + 9 * abs(math.log2(plan.chunks / asked.chunks))
         + (plan.layers != asked.layers)

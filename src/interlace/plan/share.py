@@ -377,7 +377,7 @@ def _sent(
     if plan.zero == 3 and plan.pp == 1:
         chosen = engine.slots([run.cut.total for run in units_run], range(len(units_run)), distance=2)
         regather = [run.unit != "embedding" for run in units_run]
-        ahead = 1 if plan.overlap == "on" else 0
+        ahead = 0 if plan.overlap == "off" else 1
         counts = engine.gathers_per_step(chosen, regather, ahead, count)
         times |= dict(zip((run.unit for run in units_run), counts, strict=True))
 

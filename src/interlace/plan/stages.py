@@ -36,7 +36,7 @@ def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Tab
             table = table.first(micro_batches)
         if fault := contradiction(table, plan.zero, fixed):
             raise PlanError(f"{table.where} {fault}")
-    table = lower(table, plan.zero, fixed=fixed, ahead=1 if plan.overlap == "on" else 0)
+    table = lower(table, plan.zero, fixed=fixed, ahead=0 if plan.overlap == "off" else 1)
     validate(table)
     return table
 

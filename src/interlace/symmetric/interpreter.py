@@ -97,8 +97,20 @@ def install() -> None:
                 made[self.fn] = interpreter.InterpretedFunction(self.fn)
             return made[self.fn](*args, **options)
 
+        def call_inside(self: Any, *args: Any, **options: Any) -> Any:
+            """A device function: the language is patched by the launch around it, as a whole, and not again."""
+            return self.rewrite()(*args, **options)
+
+        patch, everywhere = interpreter._patch_lang, _everywhere()
+        interpreter._patch_lang = lambda function: patch(everywhere)
         JITFunction.__call__ = call
         interpreter._patch_lang_tensor = shortcuts.scalars_as_bounds(interpreter._patch_lang_tensor)
+        interpreter.InterpretedFunction.__call__ = call_inside
+
+
+def _everywhere() -> Any:
+    """A function that sees all of the language, for the interpreter to patch what a function sees."""
+    return types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
 
 
 @contextlib.contextmanager
@@ -331,8 +343,7 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
         self.fn.run(*args, **{**self.configs[0].all_kwargs(), **options})
 
     quicker, options = shortcuts.take(), builder.options
-    everywhere = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    scope = interpreter._patch_lang(everywhere)
+    scope = interpreter._patch_lang(_everywhere())
     try:
         vars(builder).update(
             _watching(watcher), **shortcuts.operations(), options=replace(options, sanitize_overflow=False)

@@ -1,6 +1,6 @@
 """The training loop: steps, numbers, checkpoints, and the run folder.
 
-    run.toml          the whole configuration, as used
+    run.toml          the whole configuration, as used; its first line names the table that products are chosen by
     metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis;
                       with experts also `busiest` (the most chosen expert of any layer, in means of its layer), `idle`
                       (experts of all layers that no token chose) and `dropped` (share of choices without room);
@@ -221,7 +221,8 @@ class _RunFolder:
 
     def _open(self) -> None:
         """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
-        (self.out / "run.toml").write_text(self.session.cfg.to_toml(), encoding="utf-8")
+        table = f"# products chosen by the table {self.session.table}\n" if self.session.table else ""
+        (self.out / "run.toml").write_text(table + self.session.cfg.to_toml(), encoding="utf-8")
         (self.out / "data.json").write_text(json.dumps(self.session.dataset.record(), indent=1), encoding="utf-8")
         (self.out / "error.json").unlink(missing_ok=True)
         metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
@@ -353,6 +354,8 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
     yield session.dataset.describe(cfg.train.global_batch)
     wire = "" if cfg.train.reduce_dtype == "fp32" else "; gradients travel in bf16 (train.reduce_dtype)"
     yield f"plan: {cfg.plan} on {session.world.size} ranks ({session.world.device.type}){wire}"
+    if session.table:
+        yield f"products of tp: overlap={cfg.plan.overlap}, by the table {session.table}"
     if folder.peak:
         yield f"MFU: causal model FLOPs over {folder.peak / 1e12:.3g} TFLOP/s per rank ({folder.peak_source})"
     if cfg.train.warmup >= session.steps:

@@ -14,6 +14,7 @@ from interlace import hf_config, random, spec
 from interlace.collectives import Group, Groups, Meter, all_gather, make_groups, neighbours, strided
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
+from interlace.kernels import tune
 from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, Vocabulary, initial_value
@@ -42,7 +43,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass
 class Session:
     """`steps`: of the whole run; `cursor`: the next global batch; `columns_T`: positions of each sequence that are
-    here, None = all.  `groups["dp"]` are all ranks that share weights, cp's neighbours among them."""
+    here, None = all.  `groups["dp"]` are all ranks that share weights, cp's neighbours among them.  `table`: device and
+    digest of the measurements that products of the tensor axis are chosen by, "" where nothing is."""
 
     world: World
     cfg: Config
@@ -57,6 +59,7 @@ class Session:
     cursor: Cursor
     notes: list[str] = field(default_factory=list)
     columns_T: torch.Tensor | None = None
+    table: str = ""
 
     def batches(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.  A rank without a share gets one without labels."""
@@ -128,7 +131,7 @@ def build(world: World, cfg: Config) -> Session:
     others = groups.by_axis.get("ep")
     if mesh.size("tp") > 1:
         plan = cfg.plan
-        axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap == "on", reruns=plan.recompute == "full")
+        axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap, reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout), others)
     if others is not None:
         axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on")
@@ -142,7 +145,7 @@ def build(world: World, cfg: Config) -> Session:
         gradients="sum",
         compute_dtype=DTYPES[cfg.train.precision],
         wire_dtype=DTYPES[cfg.train.reduce_dtype],
-        overlap=cfg.plan.overlap == "on",
+        overlap=cfg.plan.overlap != "off",
         transport=cfg.plan.transport,
         materialise=values,
         dims={parameter.name: parameter.dims for parameter in parameters},
@@ -163,6 +166,8 @@ def build(world: World, cfg: Config) -> Session:
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
     if axis_of_cp is not None:
         made.columns_T = axis_of_cp.columns()
+    if mesh.size("tp") > 1 and cfg.plan.overlap in ("auto", "fused"):
+        made.table = _one_table(groups)
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
@@ -258,6 +263,20 @@ def _agree(groups: Groups, dataset: Dataset) -> None:
             "same files.",
             ranks=odd,
         )
+
+
+def _one_table(groups: Groups) -> str:
+    """The table that every rank chooses products by.  Refuses ranks that have different ones: each would wait for
+    another kernel than its peer runs."""
+    own = tune.identity(groups["tp"].device)
+    key = torch.tensor([random.key(0, own) >> 1], dtype=torch.int64)
+    everyone = all_gather(key, groups.host, name="table of products").wait().tolist()
+    if odd := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
+        raise ConfigError(
+            f"rank {odd[0]} would choose products by another table than rank 0 ({own} on rank {groups.rank}); give all "
+            "hosts the same files and GPUs, or use overlap=plain."
+        )
+    return own
 
 
 def dropout_key(cfg: Config, step: int) -> int:

@@ -84,6 +84,7 @@ def meta(session: Session, step: int) -> dict[str, Any]:
         "optimizer": session.cfg.train.optimizer,
         "optimizer_step": step,
         "plan": str(session.cfg.plan),
+        "table": session.table,
         "cursor": session.cursor.to_json(),
     }
 
@@ -107,6 +108,9 @@ def restore(session: Session, folder: Path) -> int:
     session.model.refresh()
     _load_optimizer(session, state, float(reader.meta["optimizer_step"]))
     session.cursor = session.dataset.resume(reader.meta["cursor"], session.cfg.train.global_batch)
+    saved = reader.meta.get("table", "")
+    if saved and session.table and saved != session.table:
+        session.notes.append(f"note: products were chosen by the table {saved} when {folder.name} was saved")
     return reader.step
 
 

@@ -1,0 +1,1 @@
+"""What the benchmark of fused products measures, and how it is judged."""

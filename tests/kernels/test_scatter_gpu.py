@@ -1,0 +1,62 @@
+"""Fused products whose sums travel, compiled: ranks that share one GPU, and a GPU a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+RANKS = "rank_functions_scatter_gpu"
+NAMES = ["chunks", "chained", "tiles", "push", "one-shot", "two-shot"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 9 * 6), (3, 4 * 5)])
+def test_values_on_one_gpu(ranks: int, calls: int) -> None:
+    from interlace.symmetric.cuda import on_one_gpu
+    from rank_functions_scatter_gpu import on_a_share
+
+    assert on_one_gpu(on_a_share, ranks, nbytes=1 << 28, timeout=60.0) == [calls] * ranks
+
+
+def run(function: str, argument: dict[str, Any] | None = None) -> list[Any]:
+    from interlace import launch
+
+    return launch.run_local(f"{RANKS}:{function}", 2, argument or {}, device="cuda", timeout=500.0)
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_values_on_two_gpus() -> None:
+    assert run("values") == [5 * len(NAMES)] * 2
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_odd_shapes_bits_and_gradients() -> None:
+    scatter, reduce = "matmul_reduce_scatter", "matmul_all_reduce"
+    ways = [("tiles", "two-shot", "persistent"), ("chained", "one-shot", "chunks"), ("push", "two-shot", "push")]
+    checks = {
+        "values": {"op": scatter, "names": ["plain", "chunks", "chained", "tiles", "push"]},
+        "exact": {"op": scatter, "names": ["tiles", "push"]},
+        "gradients": {"ways": ways},
+    }
+    for found in run("several", {"checks": checks}):
+        assert found == [20, ["tiles float32", "tiles float16", "push float32", "push float16"], 18]
+    names = ["one-shot", "two-shot"]
+    checks = {"values": {"op": reduce, "names": ["plain", *names]}, "exact": {"op": reduce, "names": names}}
+    for found in run("several", {"checks": checks}):
+        assert found == [12, [f"{name} {dtype}" for name in names for dtype in ("float32", "float16")]]
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_a_thousand_calls() -> None:
+    assert run("stress", {"rounds": 1000}) == [NAMES] * 2
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(600)
+def test_captured_and_replayed() -> None:
+    assert run("graphs", {"replays": 12}) == [NAMES] * 2
