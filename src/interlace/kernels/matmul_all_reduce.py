@@ -29,6 +29,7 @@ from interlace.collectives.autograd import start_reduce
 from interlace.collectives.ordered import all_reduce
 from interlace.kernels.candidate import Candidate, Options, register
 from interlace.kernels.ordered_tiles import (
+    FEW,
     Need,
     add_up,
     await_tile,
@@ -207,7 +208,7 @@ def _one_shot_run(
     (M, K), N = _sizes(x_MK, weight_NK, out_MN)
     if M == 0 or N == 0:
         return
-    tile = options.tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     room = make_room(group, OP, tile, {"all": Need(group.size, tiles, torch.float32)})
     group.meter.count("all_gather", group.axis, (group.size - 1) * M * N * 4)
@@ -236,7 +237,7 @@ def _two_shot_run(
     (M, K), N = _sizes(x_MK, weight_NK, out_MN)
     if M == 0 or N == 0:
         return
-    tile = options.tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
     tiles = triton.cdiv(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n), group.size)
     need = Need(group.size - 1, tiles, x_MK.dtype)
     room = make_room(group, OP, tile, {"parts": need, "sums": replace(need, calls=1)})
@@ -290,7 +291,9 @@ def _sizes(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> tuple[tuple[int, 
 
 
 PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _plain))
-ONE_SHOT = register(Candidate("one-shot", OP, True, cannot, _one_shot_run))
+ONE_SHOT = register(
+    Candidate("one-shot", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _one_shot_run)
+)
 TWO_SHOT = register(
     Candidate("two-shot", OP, True, lambda problem, device: cannot(problem, device, late=True), _two_shot_run)
 )

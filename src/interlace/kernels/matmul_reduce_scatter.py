@@ -33,6 +33,7 @@ from interlace.kernels import workspace
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
 from interlace.kernels.ordered_rows import sum_rows
 from interlace.kernels.ordered_tiles import (
+    FEW,
     Need,
     add_up,
     await_tile,
@@ -113,7 +114,7 @@ def _one_kernel(
     (M, K), N = _sizes(x_MK, weight_NK, group, out_nN)
     if M == 0 or N == 0:
         return
-    tile = tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, tile)
     wire = x_MK.dtype if late else torch.float32
     most = triton.cdiv(triton.cdiv(M, group.size), tile.block_m) * triton.cdiv(N, tile.block_n)
     room = make_room(group, OP, tile, {"parts": Need(group.size - 1, most, wire)})
@@ -336,4 +337,4 @@ PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _pl
 CHUNKS = register(Candidate("chunks", OP, False, cannot, _chunks))
 CHAINED = register(Candidate("chained", OP, False, _not_chained, _chained))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
-PUSH = register(Candidate("push", OP, True, cannot, _push))
+PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _push))

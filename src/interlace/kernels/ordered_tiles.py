@@ -37,6 +37,7 @@ from interlace.kernels.candidate import Problem, Tile
 from interlace.kernels.tile import DTYPES, MOST, default_tile, is_interpreted, multiply, place
 from interlace.symmetric.device import admit_descriptors, flush_descriptors, my_rank, remote, signal, wait_until
 
+FEW = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
 LARGE = (
     128 * 256
 )  # elements of a tile that is sent and added up in two parts: more do not fit in registers, or in memory
@@ -305,20 +306,26 @@ def _most_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def tile_for(op: str, M: int, N: int, dtype: torch.dtype, group: Group) -> Tile:
-    """The default for a shape.  The same on every rank, whose inner sizes may differ: it does not look at them."""
-    tile = default_tile(Problem(op, M, N, N, dtype, group.size))
+def tile_for(op: str, M: int, N: int, dtype: torch.dtype, group: Group, tile: Tile | None) -> Tile:
+    """`tile`, or the default for a shape, in as many parts as it needs.
+
+    The same on every rank, whose inner sizes may differ: it does not look at them.
+    """
+    tile = tile or default_tile(Problem(op, M, N, N, dtype, group.size))
     return replace(tile, parts=2) if tile.block_m * tile.block_n >= LARGE else tile
 
 
-def cannot(problem: Problem, device: torch.device, late: bool = False) -> str | None:
-    """Why kernels that move tiles cannot run.  late: they store by descriptor."""
+def cannot(problem: Problem, device: torch.device, late: bool = False, most: int | None = None) -> str | None:
+    """Why kernels that move tiles cannot run.  late: they store by descriptor; most: bytes of fp32 sums."""
     if problem.world == 1:
         return "one rank has nobody to send to"
     if problem.dtype not in DTYPES:
         return f"{str(problem.dtype).removeprefix('torch.')} numbers; of float32, float16 and bfloat16 it knows"
     if problem.M * problem.N >= MOST:
         return f"{problem.M} rows of {problem.N} sums; its tiles are counted in 32 bits"
+    nbytes = 4 * problem.M * problem.N
+    if most is not None and nbytes > most:
+        return f"{nbytes} bytes of sums, more than the {most} that are sent at once"
     if device.type != "cuda" and not is_interpreted():
         return "its kernels run on GPUs, or with TRITON_INTERPRET=1 on a CPU"
     if late and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
