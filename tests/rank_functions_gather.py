@@ -113,7 +113,7 @@ def counted_in_memory(world: World, names: list[str]) -> None:
     group = group_of(world)
     one(candidates(OP)["chunks"], group, 7, (5,), 9)
     space = workspace.of(group, OP)
-    space.counts_in_memory = True
+    workspace.count_in_memory(group)
     for number in range(3):
         for name in names:
             one(candidates(OP)[name], group, 7, (5,), 9, seed=number)

@@ -39,8 +39,8 @@ def launch(
         x, out = torch.empty(stop - start, K), torch.empty(count, N)
         gathered = torch.empty(count, K) if keep else None
         with workspace.on(heap, group):
-            space = workspace.of(group, "all_gather_matmul")
-            space.counts_in_memory = in_memory
+            if in_memory:
+                workspace.count_in_memory(group)
             for rows in whole:
                 x.copy_(rows[start:stop])
                 candidate.run(x, [weight], [bias], group, count, [out], gathered, options=Options(SMALL, chunks))

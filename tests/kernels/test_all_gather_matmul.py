@@ -100,3 +100,42 @@ def test_a_choice_on_a_cpu_is_plain_and_a_wrong_name_is_said() -> None:
             choose(problem, torch.device("cpu"))
         with forced("plain"):
             assert choose(problem, torch.device("cpu")).name == "plain"
+
+
+def on_gpus(function: str, argument: dict[str, Any] | None = None, ranks: int = 2) -> list[Any]:
+    from interlace import launch
+
+    return launch.run_local(f"{RANKS}_gpu:{function}", ranks, argument or {}, device="cuda", timeout=110.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu(ranks: int) -> None:
+    from interlace.symmetric.cuda import on_one_gpu
+    from rank_functions_gather_gpu import sharing_a_gpu
+
+    assert on_one_gpu(sharing_a_gpu, ranks, nbytes=1 << 26, timeout=20.0) == [24] * ranks
+
+
+@pytest.mark.gpu2
+def test_values_on_two_gpus() -> None:
+    first, second = on_gpus("values")
+    assert first == second == 64
+
+
+@pytest.mark.gpu2
+def test_a_thousand_calls_of_each_on_two_gpus() -> None:
+    """Changing rows and chunks, two groups on two streams, late ranks; then two streams of one group."""
+    assert on_gpus("thousand", {"names": ["chunks", "chained", "persistent", "push"]}) == [4000, 4000]
+    assert on_gpus("interleaved_streams") == [100, 100]
+
+
+@pytest.mark.gpu2
+def test_graphs_replay_on_two_gpus() -> None:
+    assert on_gpus("replays", {"names": ["chunks", "chained", "persistent", "push"]}) == [200, 200]
+
+
+@pytest.mark.gpu2
+def test_gradients_on_two_gpus() -> None:
+    pairs = [["persistent", "tiles"], ["chunks", "chunks"], ["push", "push"]]
+    assert on_gpus("gradients", {"pairs": pairs}) == [18, 18]

@@ -14,7 +14,8 @@ Every call waits for all of its peers, also where it has nothing to multiply, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -186,12 +187,11 @@ def _counted(x_mK: Tensor, group: Group) -> None:
 # --- one kernel that waits -------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "epoch", "programs"])
+@triton.jit(do_not_specialize=["count", "epoch", "chunks", "slot_rows"])
 def _persistent(
-    x, slots, b, own_c, c, bias, out, arrived, epoch, count, N, K,
+    x, slots, b, own_c, c, bias, out, arrived, epoch, count, N, K, chunks, slot_rows,
     x_row, x_column, slot_row, b_row, b_column, out_row, out_column, heap,
-    X: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
-    CHUNKS: tl.constexpr, SLOT_ROWS: tl.constexpr, IN_MEMORY: tl.constexpr,
+    X: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -214,18 +214,18 @@ def _persistent(
     at = _next(at, blocks * columns, programs)
 
     # Chunk by chunk in the order of arrival.
-    for slot in range(0, (ranks - 1) * CHUNKS):
-        source, chunk = (me + ranks - 1 - slot // CHUNKS) % ranks, slot % CHUNKS
+    for slot in range(0, (ranks - 1) * chunks):
+        source, chunk = (me + ranks - 1 - slot // chunks) % ranks, slot % chunks
         first, rows = source * base + tl.minimum(source, more), base + (source < more).to(tl.int32)
-        first += chunk * (rows // CHUNKS) + tl.minimum(chunk, rows % CHUNKS)
-        rows = rows // CHUNKS + (chunk < rows % CHUNKS).to(tl.int32)
+        first += chunk * (rows // chunks) + tl.minimum(chunk, rows % chunks)
+        rows = rows // chunks + (chunk < rows % chunks).to(tl.int32)
         full = rows // BM if C == _ROWS else tl.cdiv(rows, BM)
         tiles = tl.cdiv(rows, BM) * columns
         if (at < tiles) | (tl.program_id(0) == 0):  # program 0 waits for all, so that the call does
             wait_until(arrived + slot, now, source, heap, "gather_matmul")
             if A == _ROWS:
                 admit_descriptors()
-        top, left = slot * SLOT_ROWS, out + first.to(tl.int64) * out_row
+        top, left = slot * slot_rows, out + first.to(tl.int64) * out_row
         for tile in tl.range(at, full * columns, programs, flatten=FLATTEN):
             down, across = place(tile, full, columns, GROUP)
             row, column = down * BM, across * BN
@@ -275,10 +275,9 @@ def _launch(arrival: Arrival, weight_NK: Tensor, bias_N: Tensor | None, out_MN: 
     kernel: Any = _persistent[(space.places(tiles),)]
     kernel(
         x.argument, a.argument, b.argument, own_c.argument, c.argument, bias_N, out_MN,
-        turn.words("arrived"), turn.number, plan.count, N, K,
+        turn.words("arrived"), turn.number, plan.count, N, K, plan.chunks, plan.slot,
         x.row, x.column, K, b.row, b.column, out_MN.stride(0), out_MN.stride(1), space.heap.context,
-        X=x.how, A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None,
-        CHUNKS=plan.chunks, SLOT_ROWS=plan.slot, IN_MEMORY=turn.in_memory,
+        X=x.how, A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, IN_MEMORY=turn.in_memory,
         BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
         FLATTEN=tile.flatten, PARTS=tile.parts, WIDE=widens(plan.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -308,29 +307,29 @@ def push(
             _launch_push(space, x_mK, weight, bias, y, count, options.tile, None if number else gathered, not number)
 
 
-@triton.jit(do_not_specialize=["count", "origin"])
+@triton.jit(do_not_specialize=["count", "origin", "share"])
 def _push(
-    x, slots, b, c, bias, out, gathered, counts, calls, count, N, K, half, origin,
+    x, slots, b, c, bias, out, gathered, counts, calls, count, N, K, half, origin, share,
     b_row, b_column, out_row, out_column, heap,
-    B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, FIRST: tl.constexpr, SHARE: tl.constexpr,
+    B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, FIRST: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """slots: [2 halves of `half` elements]; a call uses one, all rows in order.  SHARE: programs that store."""
+    """slots: [2 halves of `half` elements]; a call uses one, all rows in order.  share: programs that store."""
     me, ranks, program, programs = my_rank(heap), world(heap), tl.program_id(0), tl.num_programs(0)
     call = next_epoch(calls) if FIRST else tl.load(calls + program)
     rows = slots + (call & 1).to(tl.int64) * half
     if FIRST:
         mine = count // ranks + (me < count % ranks).to(tl.int32)
         first = me * (count // ranks) + tl.minimum(me, count % ranks)
-        part = tl.cdiv(tl.cdiv(mine * K, SHARE), _BLOCK) * _BLOCK
+        part = tl.cdiv(tl.cdiv(mine * K, share), _BLOCK) * _BLOCK
         begin = program * part
         length = tl.maximum(tl.minimum(part, mine * K - begin), 0)
-        if program < SHARE:
+        if program < share:
             for step in range(0, ranks):
                 peer = (me + step) % ranks
                 put(rows + first * K + begin, x + begin, length, peer, heap, _BLOCK)
-                signal(counts + me, _PUSHERS // SHARE, peer, heap, ADD=True)
+                signal(counts + me, _PUSHERS // share, peer, heap, ADD=True)
         for step in range(0, ranks):
             peer = (me + ranks - step) % ranks
             wait_until(counts + peer, call * _PUSHERS + origin, peer, heap, "push_matmul")
@@ -364,9 +363,9 @@ def _launch_push(
     kernel: Any = _push[(places,)]
     kernel(
         x_mK, slots, b.argument, c.argument, bias_N, out_MN, gathered, space.tensors["counts"].local,
-        space.tensors["calls"].local, count, N, K, half, (origin + (1 << 31)) % (1 << 32) - (1 << 31),
+        space.tensors["calls"].local, count, N, K, half, (origin + (1 << 31)) % (1 << 32) - (1 << 31), share,
         b.row, b.column, out_MN.stride(0), out_MN.stride(1), space.heap.context,
-        B=b.how, C=c.how, BIAS=bias_N is not None, KEEP=gathered is not None, FIRST=is_first, SHARE=share,
+        B=b.how, C=c.how, BIAS=bias_N is not None, KEEP=gathered is not None, FIRST=is_first,
         BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
         FLATTEN=tile.flatten, PARTS=tile.parts, WIDE=widens(dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -399,8 +398,27 @@ def _always(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
+def _among_several(run: Callable[..., None]) -> Callable[..., None]:
+    """A group of one has nothing to gather."""
+
+    @functools.wraps(run)
+    def either(
+        x_mK: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        group: Group,
+        count: int,
+        out: Sequence[Tensor],
+        gathered: Tensor | None = None,
+        options: Options = NO_OPTIONS,
+    ) -> None:
+        (plain if group.size == 1 else run)(x_mK, weights, biases, group, count, out, gathered, options)
+
+    return either
+
+
 register(Candidate("plain", OP, False, _always, plain))
-register(Candidate("chunks", OP, False, _needs_symmetric, chunks))
-register(Candidate("chained", OP, False, _needs_kernel, chained))
-register(Candidate("persistent", OP, True, _needs_kernel, persistent))
-register(Candidate("push", OP, True, _needs_few, push))
+register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks)))
+register(Candidate("chained", OP, False, _needs_kernel, _among_several(chained)))
+register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent)))
+register(Candidate("push", OP, True, _needs_few, _among_several(push)))
