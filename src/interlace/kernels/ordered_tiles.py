@@ -285,7 +285,7 @@ class Room:
 def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> Room:
     """Collective where more is needed than before.  The calls of an operation share `entered` and `epochs`."""
     space = workspace.of(group, op)
-    size, most = tile.block_m * tile.block_n, _most_programs(group.device)
+    size, most = tile.block_m * tile.block_n, _places(group.device)
     space.require(
         {name: need.calls * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
         | {"claims": 16},
@@ -299,10 +299,12 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
         buffers[name] = Places(slots, arrived, len(slots) // need.calls, need.tiles * size, len(arrived) // group.size)
     entered, epochs = space.tensors["entered"].local, space.tensors["epochs"].local
     claims = space.buffer("claims", None, (4,), torch.int32)
-    return Room(buffers, entered, epochs, claims, space.heap.context, space.places(most))
+    sharing = space.heap.fabric.sharing
+    programs = most if sharing == 1 else most // (2 * sharing)  # ranks on one device, and copies between them
+    return Room(buffers, entered, epochs, claims, space.heap.context, programs)
 
 
-def _most_programs(device: torch.device) -> int:
+def _places(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
