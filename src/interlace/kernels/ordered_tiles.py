@@ -38,9 +38,8 @@ from interlace.kernels.tile import DTYPES, MOST, default_tile, is_interpreted, m
 from interlace.symmetric.device import admit_descriptors, flush_descriptors, my_rank, remote, signal, wait_until
 
 FEW = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
-LARGE = (
-    128 * 256
-)  # elements of a tile that is sent and added up in two parts: more do not fit in registers, or in memory
+LARGE = 128 * 256  # elements of a tile whose sum is made in two halves: more do not fit in registers
+SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor's memory for stages and a tile on its way
 
 
 @triton.jit
@@ -309,12 +308,19 @@ def _places(device: torch.device) -> int:
 
 
 def tile_for(op: str, M: int, N: int, dtype: torch.dtype, group: Group, tile: Tile | None) -> Tile:
-    """`tile`, or the default for a shape, in as many parts as it needs.
+    """`tile`, or the default for a shape; sent in two parts (`parts`) only if it does not fit beside the stages.
 
     The same on every rank, whose inner sizes may differ: it does not look at them.
     """
-    tile = tile or default_tile(Problem(op, M, N, N, dtype, group.size))
-    return replace(tile, parts=2) if tile.block_m * tile.block_n >= LARGE else tile
+    tile = tile or replace(default_tile(Problem(op, M, N, N, dtype, group.size)), parts=1)
+    staged = tile.stages * (tile.block_m + tile.block_n) * tile.block_k
+    fits = (staged + tile.block_m * tile.block_n) * dtype.itemsize <= SHARED
+    return tile if fits else replace(tile, parts=2)
+
+
+def halves(tile: Tile) -> int:
+    """In how many parts the sum of a tile is made."""
+    return 2 if tile.block_m * tile.block_n >= LARGE else 1
 
 
 def cannot(problem: Problem, device: torch.device, late: bool = False, most: int | None = None) -> str | None:
