@@ -1,0 +1,152 @@
+"""Ways to do one product whose rows or sums travel, and which of them is taken.
+
+Every way of an operation ("candidate") fills the same output from the same input, so they can be swapped per shape:
+`choose(problem, device)` equals looking the shape up, and "plain", the composition of a collective and a product, is
+always among them.
+
+    all_gather_matmul       run(x_mK, weights, biases, group, count, out, gathered=None, options=Options())
+    matmul_reduce_scatter   run(x_MK, weight_NK, bias, group, out_nN, options=Options())
+    matmul_all_reduce       run(x_MK, weight_NK, bias, group, out_MN, options=Options())
+
+`kernels/<op>.py` registers its own.  All ranks of a group take the same candidate, or they wait for each other in vain:
+a `Problem` therefore holds the same numbers on every rank, also where their slices differ by some rows or columns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from interlace.errors import ConfigError, nearest
+
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of one program's piece of a product, and how it is compiled.
+
+    group: block rows that are taken together, so that their columns of the other factor are read once from memory.
+    warps, stages: of Triton.  flatten: the loops over tiles and over K as one, so that the next tile's loads begin
+    under the last one's stores.  parts: pieces in which a finished tile is stored; more need less shared memory.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a candidate may be told: its tile, and in how many chunks a rank's rows travel.  None: its own choice."""
+
+    tile: Tile | None = None
+    chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """M: rows of the whole product; N: columns a rank computes; K: inner size on a rank.  The same on every rank: where
+    slices differ, N (all-gather) or K (the others) is the whole number over the ranks, rounded up."""
+
+    op: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    world: int
+    bias: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.M * self.N * self.K
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way.  single_kernel: bytes move inside the product's kernel, or it waits for them tile by tile.
+
+    refuses: (problem, device) -> why it cannot run, None if it can; the same answer on every rank.
+    """
+
+    name: str
+    op: str
+    single_kernel: bool
+    refuses: Callable[[Problem, torch.device], str | None]
+    run: Callable[..., None]
+    options: Options = field(default_factory=Options)
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        """`run` with this candidate's options."""
+        self.run(*args, options=self.options, **named)
+
+
+CANDIDATES: dict[str, dict[str, Candidate]] = {op: {} for op in OPS}
+_FORCED: list[tuple[str, Options]] = []  # of the whole process: backward runs in threads of its own
+
+
+def register(candidate: Candidate) -> Candidate:
+    """Called where an op's module is imported."""
+    CANDIDATES[candidate.op][candidate.name] = candidate
+    return candidate
+
+
+def candidates(op: str) -> dict[str, Candidate]:
+    """All of an operation, by name."""
+    importlib.import_module(f"interlace.kernels.{op}")
+    return CANDIDATES[op]
+
+
+@contextmanager
+def forced(name: str, options: Options | None = None) -> Iterator[None]:
+    """Inside the block, operations that have a candidate of that name take it; the innermost block counts.
+
+    Not per thread.  `choose` raises ConfigError where the candidate refuses.
+    """
+    known = {each for op in OPS for each in candidates(op)}
+    if name not in known:
+        close = nearest(name, known) or "plain"
+        raise ConfigError(f'no operation has a candidate "{name}"; did you mean "{close}"?')
+    _FORCED.append((name, options or Options()))
+    try:
+        yield
+    finally:
+        _FORCED.pop()
+
+
+def choose(problem: Problem, device: torch.device) -> Candidate:
+    """The candidate for a problem: forced, or as the table of `kernels/tune.py` says, or "plain".
+
+    `tune.lookup(problem, device)` answers with a name and `Options`, or None.
+    """
+    known = candidates(problem.op)
+    for name, options in reversed(_FORCED):
+        if name in known:
+            reason = known[name].refuses(problem, device)
+            if reason is not None:
+                raise ConfigError(f'"{name}" for {problem.op}: {reason}; take "plain".')
+            return replace(known[name], options=options)
+    if problem.world > 1:
+        found = _lookup(problem, device)
+        if found is not None and known[found[0]].refuses(problem, device) is None:
+            return replace(known[found[0]], options=found[1])
+    return known["plain"]
+
+
+def _lookup(problem: Problem, device: torch.device) -> tuple[str, Options] | None:
+    try:
+        tune: Any = importlib.import_module("interlace.kernels.tune")
+    except ModuleNotFoundError:
+        return None
+    found: tuple[str, Options] | None = tune.lookup(problem, device)
+    return found

@@ -1,0 +1,245 @@
+"""The product that all fused kernels are made of: x_MK @ weight_NK.T + bias_N, tile by tile, in Triton.
+
+`matmul(x, weight, bias)` equals `torch.nn.functional.linear`: sums in fp32, one rounding.  Its pieces are device
+functions, so that a kernel can put a wait before a tile, send one that is done, or order them its own way:
+
+    place       number of a tile -> its block row and column, in groups that share columns
+    multiply    the sum over K of one tile, fp32
+    load_bias, store_tile
+                what is added, and the rounding to the output, rows past the end left alone
+
+A program takes tiles number p, p + programs, ... (persistent), so that the loads of a tile begin under the stores of
+the last one.  On a GPU factors are read and tiles written by descriptors (TMA) where rows begin at multiples of 16
+bytes, and by pointers elsewhere; `operand` decides.  A factor may be transposed or have any strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from interlace.kernels.candidate import Problem, Tile
+
+POINTERS, ROWS, COLUMNS = 0, 1, 2  # how a matrix is addressed: by pointers, by descriptors of it or of its transpose
+_POINTERS: tl.constexpr = tl.constexpr(POINTERS)
+_ROWS: tl.constexpr = tl.constexpr(ROWS)
+_COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST = 1 << 31  # descriptors count in int32
+
+
+# --- on the device ---------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place(tile, rows, columns, GROUP: tl.constexpr):
+    """Tile number -> (block row, block column) of `rows` x `columns`: GROUP block rows at a time, down each column."""
+    together = GROUP * columns
+    first = tile // together * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    within = tile % together
+    return first + within % height, within // height
+
+
+@triton.jit
+def load_factor(x, row, last, start, K, x_row, x_column, HOW: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr):
+    """[BLOCK BK] of x [.. K] from row `row`, column `start` on; 0 from row `last` and column K on (with pointers)."""
+    if HOW == _ROWS:
+        return x.load([row, start])
+    elif HOW == _COLUMNS:
+        return tl.trans(x.load([start, row]))
+    else:
+        rows, inner = row + tl.arange(0, BLOCK), start + tl.arange(0, BK)
+        at = rows[:, None].to(tl.int64) * x_row + inner[None, :].to(tl.int64) * x_column
+        return tl.load(x + at, mask=(rows < last)[:, None] & (inner < K)[None, :], other=0.0)
+
+
+@triton.jit
+def multiply(
+    a, b, row, last, column, N, K, a_row, a_column, b_row, b_column,
+    A: tl.constexpr, B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BM BN]: rows from `row` (to `last`) of a [.. K] times rows from `column` (to N) of b [N K].
+
+    With descriptors, rows past `last` are whatever lies there: the caller does not keep them.  WIDE: factors are made
+    fp32 first, since the interpreter multiplies the bits of a bfloat16.
+    """
+    total = tl.zeros([BM, BN], tl.float32)
+    for step in range(tl.cdiv(K, BK)):
+        start = step * BK
+        left = load_factor(a, row, last, start, K, a_row, a_column, A, BM, BK)
+        right = load_factor(b, column, N, start, K, b_row, b_column, B, BN, BK)
+        if WIDE:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def load_bias(bias, column, N, BN: tl.constexpr):
+    """fp32 [1 BN], to be added to a sum."""
+    columns = column + tl.arange(0, BN)
+    return tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_tile(
+    c, out, total, row, last, column, N, out_row, out_column,
+    C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rounds a tile and stores it at rows from `row` (to `last`), columns from `column` (to N).
+
+    out: pointer; c: with C == ROWS a descriptor of the same memory in blocks [BM BN/PARTS], which stores every row of
+    the tile that it has: for tiles that end before `last`, or where the descriptor ends there.  (A branch here keeps
+    Triton 3.6 from flattening the loop around it.)
+    """
+    if PARTS == 2:
+        left, right = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_part(c, out, left, row, last, column, N, out_row, out_column, C, BM, BN // 2)
+        store_part(c, out, right, row, last, column + BN // 2, N, out_row, out_column, C, BM, BN // 2)
+    else:
+        store_part(c, out, total, row, last, column, N, out_row, out_column, C, BM, BN)
+
+
+@triton.jit
+def store_part(
+    c, out, total, row, last, column, N, out_row, out_column, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    rounded = total.to(out.dtype.element_ty)
+    if C == _ROWS:
+        c.store([row, column], rounded)
+    else:
+        store_rows(out, rounded, row, last, column, N, out_row, out_column, BM, BN)
+
+
+@triton.jit
+def store_rows(out, value, row, last, column, N, out_row, out_column, BM: tl.constexpr, BN: tl.constexpr):
+    rows, columns = row + tl.arange(0, BM), column + tl.arange(0, BN)
+    at = rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
+    tl.store(out + at, value, mask=(rows < last)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _matmul(
+    a, b, c, bias, out, M, N, K, a_row, a_column, b_row, b_column, out_row, out_column,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), rows * columns, tl.num_programs(0), flatten=FLATTEN):
+        down, across = place(tile, rows, columns, GROUP)
+        row, column = down * BM, across * BN
+        total = multiply(a, b, row, M, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+        if BIAS:
+            total += load_bias(bias, column, N, BN)
+        store_tile(c, out, total, row, M, column, N, out_row, out_column, C, BM, BN, PARTS)
+
+
+# --- on the host -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A matrix as a kernel is given it: `how` is POINTERS, ROWS or COLUMNS; strides are in elements."""
+
+    argument: torch.Tensor | TensorDescriptor
+    how: int
+    row: int
+    column: int
+
+
+def operand(x_RC: torch.Tensor, block: tuple[int, int], only: int | None = None) -> Operand:
+    """How a kernel addresses a matrix in blocks of [rows columns]; only=POINTERS leaves descriptors out.
+
+    Descriptors need columns (or rows, of a transposed matrix) that lie together, starts and rows at multiples of 16
+    bytes, and at least one element.
+    """
+    row, column = x_RC.stride()
+    if only != POINTERS and _aligned(x_RC):
+        return Operand(TensorDescriptor(x_RC, list(x_RC.shape), [row, 1], list(block)), ROWS, row, 1)
+    if only is None and _aligned(x_RC.t()):
+        turned = x_RC.t()
+        made = TensorDescriptor(turned, list(turned.shape), [column, 1], [block[1], block[0]])
+        return Operand(made, COLUMNS, 1, column)
+    return Operand(x_RC, POINTERS, row, column)
+
+
+def _aligned(x_RC: torch.Tensor) -> bool:
+    row, column = x_RC.stride()
+    lines_up = x_RC.data_ptr() % 16 == 0 and row * x_RC.element_size() % 16 == 0 and row >= x_RC.shape[1]
+    return column == 1 and x_RC.numel() > 0 and lines_up and max(x_RC.shape) < MOST
+
+
+def is_interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def widens(dtype: torch.dtype) -> bool:
+    """WIDE of the kernels."""
+    return is_interpreted() and dtype == torch.bfloat16
+
+
+def programs(device: torch.device, tiles: int) -> int:
+    """How many programs take `tiles` tiles in turn: one a multiprocessor, at most; few where they are interpreted."""
+    if device.type == "cuda":
+        return max(1, min(tiles, torch.cuda.get_device_properties(device).multi_processor_count))
+    return max(1, min(tiles, 2))
+
+
+def default_tile(problem: Problem) -> Tile:
+    """A tile for a shape that nobody has tuned: the fewest full rounds of 132 programs decide between wide and square.
+
+    From the table of one H200 in docs/notes/0012-fused-gather.md.
+    """
+    M, N = problem.M, problem.N
+    if problem.dtype == torch.float32:
+        return Tile(64, 64, 32, 8, 4, 2, False)
+    if M <= 64:
+        return Tile(16 if M <= 16 else 64, 64, 128, 8, 4, 4, False)
+    if M <= 128 or N <= 128:
+        return Tile(64 if M <= 64 else 128, 64, 64, 8, 4, 4)
+    wide, square = (_rounds(M, N, 128, 256) * 2, _rounds(M, N, 128, 128) * 1.08)
+    return Tile(128, 256, 64, 8, 8, 3) if wide <= square else Tile(128, 128, 64, 8, 8, 4)
+
+
+def _rounds(M: int, N: int, block_m: int, block_n: int, places: int = 132) -> int:
+    return -(-(-(-M // block_m) * -(-N // block_n)) // places)
+
+
+def matmul(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """x_MK @ weight_NK.T + bias_N in fp32, rounded once, as out [M N].
+
+    Of one of `DTYPES`, on a GPU or, interpreted, on a CPU; any sizes and strides.
+    """
+    (M, K), N = x_MK.shape, len(weight_NK)
+    assert weight_NK.shape[1] == K and x_MK.dtype == weight_NK.dtype and x_MK.dtype in DTYPES
+    out = x_MK.new_empty(M, N) if out is None else out
+    assert out.shape == (M, N)
+    if M and N:
+        tile = tile or default_tile(Problem("matmul", M, N, K, x_MK.dtype, 1, bias_N is not None))
+        a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
+        c = operand(out, (tile.block_m, tile.block_n // tile.parts), ROWS)
+        count = programs(x_MK.device, triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
+        kernel: Any = _matmul[(count,)]
+        kernel(
+            a.argument, b.argument, c.argument, bias_N, out, M, N, K,
+            a.row, a.column, b.row, b.column, out.stride(0), out.stride(1),
+            A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None,
+            BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
+            FLATTEN=tile.flatten, PARTS=tile.parts, WIDE=widens(x_MK.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,258 @@
+"""Symmetric memory that a group's fused products share: buffers, signal words, and the number of the call.
+
+    space = workspace.of(group, "all_gather_matmul")
+    space.require({"rows": nbytes}, {"arrived": group.size})     # collective where it grows, else nothing
+    turn = space.turn()                                          # one call
+    space.buffer("rows", peer, shape, dtype, turn.half * nbytes // 2); turn.words("arrived", peer); turn.number
+
+Equals a heap made for every call, without the cost: memory only grows, so a changing number of rows rebuilds nothing.
+Words only grow too, so none is ever reset.  Calls of one operation of one group follow each other, on whatever stream:
+a call on another stream than the last waits for that one.
+
+A call's number is counted by the host, and streams raise words to it themselves, without a multiprocessor.  A CUDA
+graph would raise the old number again; so from the first captured call on, numbers are counted in memory: a small
+kernel advances the word and lets all ranks meet (`_meet`), copies of that word raise the others, and calls on the host
+do the same.  `half` alternates while the host counts: a rank at call e + 1 has seen everybody's signals of e, so
+everybody has left call e - 1, and what that one read may be overwritten.  With `_meet` before every call one half does.
+
+Every rank makes the same calls with the same sizes, in the same order, as with collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+
+from interlace.collectives import Group, reach
+from interlace.errors import ConfigError
+from interlace.symmetric import SymmetricHeap, SymmetricTensor
+from interlace.symmetric.device import barrier, next_epoch
+from interlace.symmetric.record import HEAD
+
+TIMEOUT = 60.0  # seconds of every wait; ranks may compile at different moments
+LARGER = 1.5  # times what was there, at least, when memory grows
+UNIT = 1 << 21  # bytes; arenas are multiples
+ALIGNMENT = 256  # bytes, of each buffer
+RESERVE = 1024  # bytes a buffer or set of words may cost beside its own
+
+
+@triton.jit
+def _meet(epochs, flags, heap):
+    """One program: counts the call, and ends when every rank has come to it."""
+    epoch = next_epoch(epochs)
+    barrier(flags, epoch, heap, "meet")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call: its number (an int, or the word that holds it), and which half of the buffers is its own."""
+
+    space: Workspace
+    number: int | torch.Tensor
+    half: int
+
+    @property
+    def in_memory(self) -> bool:
+        return isinstance(self.number, torch.Tensor)
+
+    def words(self, name: str, rank: int | None = None) -> torch.Tensor:
+        """int32 words of a rank (None: this one), as this rank addresses them."""
+        tensor = self.space.tensors[name]
+        count = tensor.shape[0] // 2
+        whole = tensor.local if rank is None else tensor.peer(rank)
+        return whole[count:] if self.in_memory else whole[:count]
+
+
+class Workspace:
+    """See the module.  `heap`: the one to take memory from; None makes an own one, and larger ones as needed."""
+
+    def __init__(self, group: Group, op: str, heap: SymmetricHeap | None = None) -> None:
+        self.op = op
+        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.tensors: dict[str, SymmetricTensor] = {}
+        self.counts_in_memory = False  # from the first captured call on
+        self._process_group = group.process_group
+        self._given, self._heap = heap is not None, heap
+        self._kept: list[SymmetricHeap] = []  # older ones that graphs may replay on
+        self._bytes: dict[str, int] = {}
+        self._words: dict[str, int] = {}
+        self._number = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def heap(self) -> SymmetricHeap:
+        assert self._heap is not None, "require() first"
+        return self._heap
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def require(self, buffers: Mapping[str, int], words: Mapping[str, int]) -> None:
+        """Makes sure of so many bytes and words by name, the same on every rank.
+
+        Collective, and words begin anew, when something is larger than before.  ConfigError inside a graph's capture.
+        """
+        words = {"meet": self.size, "epoch": 1, **words}
+        if self._has(buffers, words):
+            return
+        if self._is_captured():
+            raise ConfigError(
+                f"{self.op} needs more symmetric memory than before while a graph is captured; make one call with "
+                "these sizes before the capture."
+            )
+        for name, nbytes in buffers.items():
+            before = self._bytes.get(name, 0)
+            if nbytes > before:
+                self._bytes[name] = _up(max(nbytes, int(LARGER * before)), ALIGNMENT)
+        for name, count in words.items():
+            self._words[name] = max(count, self._words.get(name, 0))
+        self._renew()
+
+    def _has(self, buffers: Mapping[str, int], words: Mapping[str, int]) -> bool:
+        return (
+            self._heap is not None
+            and bool(self.tensors)
+            and all(self._bytes.get(name, -1) >= nbytes for name, nbytes in buffers.items())
+            and all(self._words.get(name, -1) >= count for name, count in words.items())
+        )
+
+    def _renew(self) -> None:
+        """All tensors anew; every rank has finished with the old ones."""
+        if self._given:
+            for tensor in self.tensors.values():
+                self.heap.free(tensor)
+        else:
+            self._replace_heap()
+        heap, prefix = self.heap, f"{self.op}."
+        self.tensors = {
+            name: heap.zeros(nbytes, torch.uint8, prefix + name) for name, nbytes in self._bytes.items()
+        } | {name: heap.signals(2 * count, prefix + name) for name, count in self._words.items()}
+        self._number = heap.origin
+
+    def _replace_heap(self) -> None:
+        if self._heap is not None:
+            self._heap.barrier()
+            if self.counts_in_memory:
+                self._kept.append(self._heap)
+            else:
+                self._heap.close()
+        need = HEAD + sum(nbytes + RESERVE for nbytes in self._bytes.values())
+        need += sum(8 * count + RESERVE for count in self._words.values())
+        self._heap = SymmetricHeap(_up(need, UNIT), self._process_group, self.device, TIMEOUT)
+
+    def buffer(
+        self, name: str, rank: int | None, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> torch.Tensor:
+        """A view of a rank's bytes (None: this one's) from byte `offset` on, as this rank addresses them."""
+        tensor = self.tensors[name]
+        whole = tensor.local if rank is None else tensor.peer(rank)
+        count = dtype.itemsize
+        for size in shape:
+            count *= size
+        return whole[offset : offset + count].view(dtype).view(shape)
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> Turn:
+        """Begins a call, in order after the last one of this operation and group."""
+        self._follow()
+        self.counts_in_memory = self.counts_in_memory or self._is_captured()
+        if self.counts_in_memory:
+            turn = Turn(self, self.tensors["epoch"].local[1:], 0)
+            meet: Any = _meet[(1,)]
+            meet(turn.number, turn.words("meet"), self.heap.context, num_warps=1)
+            return turn
+        self._number += 1
+        return Turn(self, (self._number + (1 << 31)) % (1 << 32) - (1 << 31), self._number % 2)
+
+    def _follow(self) -> None:
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream and not self._is_captured():
+            stream.wait_stream(self._stream)
+        if not self._is_captured():
+            self._stream = stream
+
+    def _is_captured(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def close(self) -> None:
+        """Collective."""
+        if self._given:
+            for tensor in self.tensors.values():
+                self.heap.free(tensor)
+        elif self._heap is not None:
+            for heap in (self._heap, *self._kept):
+                heap.barrier()
+                heap.close()
+        self.tensors, self._heap, self._kept = {}, None, []
+
+
+@dataclass
+class _Held:
+    """What a group has."""
+
+    given: SymmetricHeap | None
+    reachable: bool | None
+    spaces: dict[str, Workspace]
+
+
+_GROUPS: WeakKeyDictionary[Group, _Held] = WeakKeyDictionary()
+
+
+def _held(group: Group) -> _Held:
+    return _GROUPS.setdefault(group, _Held(None, None, {}))
+
+
+def reachable(group: Group) -> bool:
+    """Whether all ranks of the group address each other's memory.  Collective at its first call for a group."""
+    held = _held(group)
+    if held.reachable is None:
+        held.reachable = group.size == 1 or reach(group)
+    return held.reachable
+
+
+def of(group: Group, op: str) -> Workspace:
+    """The workspace of an operation of a group; made at its first use, when it is collective."""
+    held = _held(group)
+    if op not in held.spaces:
+        held.spaces[op] = Workspace(group, op, held.given)
+    return held.spaces[op]
+
+
+def check(group: Group) -> None:
+    """Raises Hang, naming the peer, if a wait of the group's kernels gave up.  Waits for the device."""
+    for space in _held(group).spaces.values():
+        if space._heap is not None:
+            space._heap.synchronize()
+
+
+def release(group: Group) -> None:
+    """Collective: gives back all memory of the group's operations.  Graphs that hold calls of them are void."""
+    held = _GROUPS.pop(group, None)
+    for _, space in sorted(held.spaces.items()) if held is not None else ():
+        space.close()
+
+
+@contextmanager
+def on(heap: SymmetricHeap, group: Group) -> Iterator[None]:
+    """Inside the block the group's workspaces take their memory from `heap`, whose ranks are the group's.
+
+    For ranks that share a process: on one GPU, or under the checker.
+    """
+    assert (heap.rank, heap.size) == (group.rank, group.size)
+    _GROUPS[group] = _Held(heap, True, {})
+    try:
+        yield
+    finally:
+        del _GROUPS[group]
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
