@@ -170,6 +170,11 @@ class Workspace:
         self._number += 1
         return Turn(self, (self._number + (1 << 31)) % (1 << 32) - (1 << 31), self._number % 2)
 
+    def follow(self) -> None:
+        """Begins a call whose kernels count it in memory themselves, in order after the last one."""
+        self._follow()
+        self.counts_in_memory = self.counts_in_memory or self._is_captured()
+
     def _follow(self) -> None:
         if self.device.type != "cuda":
             return
