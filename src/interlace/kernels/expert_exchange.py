@@ -39,13 +39,16 @@ from interlace.kernels.expert_plain import plain
 from interlace.kernels.tile import DTYPES, POINTERS, Operand, is_interpreted, operand, widens
 
 
+OPEN, CLOSE, WIDE = Tile(128, 128, 64, 8, 8, 3), Tile(128, 128, 64, 8, 8, 4), Tile(128, 256, 64, 8, 8, 3)
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How the kernels are cut.  Tiles have `block` rows; their own `block_m` counts for weight gradients only.
 
     piece: slots under one flag.  movers: programs of a launch that move rows before, or instead of, multiplying.
     programs: of a launch; None: one a multiprocessor.  rows, columns: what a program moves at a time.
-    descriptors: whether products read by TMA where they can.
+    descriptors: whether products read by TMA where they can.  choices: how many a program counts at once, at most.
     """
 
     block: int = 128
@@ -54,19 +57,20 @@ class Tuning:
     programs: int | None = None
     rows: int = 8
     columns: int = 1024
-    open: Tile = Tile(128, 128, 64, 8, 8, 3)
-    close: Tile = Tile(128, 128, 64, 8, 8, 4)
-    leave: Tile = Tile(128, 256, 64, 8, 8, 3)
-    weight: Tile = Tile(128, 256, 64, 8, 8, 3)
+    open: Tile = OPEN
+    close: Tile = CLOSE
+    leave: Tile = WIDE
+    weight: Tile = WIDE
     descriptors: bool = True
+    choices: int = 1024
 
 
 def default_tuning(dtype: torch.dtype, hidden: int) -> Tuning:
-    """Not tuned: what fits a multiprocessor of Hopper; tiny under the interpreter, where one program has to move all."""
+    """Not tuned: what fits a multiprocessor of Hopper; tiny where interpreted, and there one program moves all rows."""
     columns = min(1024, triton.next_power_of_2(hidden))
     if is_interpreted():
-        tile = Tile(16, 16, 16, 2, 4, 1, False)
-        return Tuning(16, 8, 1, 2, 8, columns, tile, tile, tile, tile, descriptors=False)
+        tile = Tile(16, 32, 32, 2, 4, 1, False)
+        return Tuning(16, 8, 1, 2, 8, columns, tile, tile, tile, Tile(32, 32, 16, 2, 4, 1, False), descriptors=False)
     if dtype == torch.float32:
         tile = Tile(64, 64, 32, 8, 4, 2, False)
         return Tuning(64, 32, 24, None, 8, columns, tile, tile, tile, tile)
@@ -105,7 +109,7 @@ class ExpertExchange:
     ) -> None:
         if len(owners) != group.size or min(owners) < 0 or sum(owners) < 1:
             raise ConfigError(
-                f"experts {list(owners)} for {group.size} ranks; give the number that each rank holds, at least one in all."
+                f"experts {list(owners)} for {group.size} ranks; give the number of each rank, at least one in all."
             )
         if capacity is not None and capacity < 1:
             raise ConfigError(f"a capacity of {capacity} rows; give at least 1, or None for all that can come.")
@@ -202,8 +206,8 @@ class ExpertExchange:
             if most > slots:
                 self._open.clear()
                 raise ResourceError(
-                    f"an exchange of rows wanted {most} slots on one rank and found {slots}; raise the capacity to {most}, "
-                    "or leave it out."
+                    f"an exchange of rows wanted {most} slots on one rank and found {slots}; raise the capacity to "
+                    f"{most}, or leave it out."
                 )
 
 
@@ -262,7 +266,7 @@ class Steps:
     def route(self, experts_Nk: Tensor) -> Call:
         """Counts, exchanges the counts, and makes the table."""
         X, XP, count = self.exchange.experts, self.sized["XP"], experts_Nk.numel()
-        sub = max(16, min(1024, 8192 // XP))
+        sub = min(self.tuning.choices, max(16, 8192 // XP))
         loops = max(1, triton.cdiv(count, 64 * sub))
         programs = max(1, triton.cdiv(count, loops * sub))
         integers = {"dtype": torch.int32}
@@ -279,7 +283,8 @@ class Steps:
         )  # fmt: skip
         expert_route.place_choices[(1 + programs,)](
             experts_Nk, places, tallies, begins, order, table, call.words, counts, word["ready"], word["epochs"],
-            word["due"], self.owner, self.origin, self.sequence, count, loops, X, self.capacity, self._blocks(), self.heap,
+            word["due"], self.owner, self.origin, self.sequence, count, loops, X, self.capacity, self._blocks(),
+            self.heap,
             SUB=sub, PIECE=self.tuning.piece, BLOCK=self.tuning.block, XP=XP, num_warps=8,
         )  # fmt: skip
         return call
@@ -315,8 +320,8 @@ class Steps:
     def give_back(self, made_CD: Tensor, call: Call) -> None:
         """The combine's way back by itself: rows `made`, slot by slot, to where their tokens are."""
         expert_rows.return_only[(self.programs(),)](
-            made_CD, self.returned, self.choices, call.words[2:], self.word["back"], call.table, self.D, self._place()[0],
-            self.capacity, *self._place()[1:], self.heap,
+            made_CD, self.returned, self.choices, call.words[2:], self.word["back"], call.table, self.D,
+            self._place()[0], self.capacity, *self._place()[1:], self.heap,
             BLOCK=self.tuning.block, **self.moved, LP=self.sized["LP"], num_warps=8,
         )  # fmt: skip
 
@@ -407,7 +412,8 @@ class Steps:
             word["epochs"], call.table, self.owner, self.sequence, call.words, a.argument, b.argument,
             gates, ups, dgates, dups, weighted, partial, call.k, D, F, self._place()[0], b.row, b.column, self.capacity,
             *self._place()[1:], self.heap,
-            A=a.how, B=b.how, SENDERS=self.tuning.movers, **self.moved, **self.sized, **self._tile(tile),
+            A=a.how, B=b.how, SENDERS=self.tuning.movers, CLEARED=self.tuning.descriptors,
+            **self.moved, **self.sized, **self._tile(tile),
         )  # fmt: skip
         return dgates, dups, weighted, partial
 

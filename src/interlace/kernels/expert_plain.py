@@ -48,7 +48,7 @@ def plain(
     by_expert_S = local_S.repeat_interleave(taken_WL.flatten(), output_size=sum(taken)).argsort(stable=True)
     made_SD = gated(theirs_SD.index_select(0, by_expert_S), taken_WL.sum(dim=0), gate_LFD, up_LFD, down_LDF)
     back_RD = swap(made_SD.index_select(0, by_expert_S.argsort()), group, taken, sent, "combine")
-    made_NkD = back_RD.index_select(0, order_R.argsort()).unflatten(0, (-1, k)) if len(x_ND) else back_RD.view(0, k, -1)
+    made_NkD = back_RD.index_select(0, order_R.argsort()).view(len(x_ND), k, x_ND.shape[1])
     total_ND = made_NkD[:, 0].float() * weights_Nk[:, 0, None]
     for choice in range(1, k):
         total_ND = total_ND + made_NkD[:, choice].float() * weights_Nk[:, choice, None]
@@ -60,17 +60,18 @@ def gated(rows_RD: Tensor, counts_L: Tensor, gate_LFD: Tensor, up_LFD: Tensor, d
     D, F_ = rows_RD.shape[1], gate_LFD.shape[1]
     if rows_RD.is_cuda and rows_RD.dtype == torch.bfloat16 and D % 8 == 0 and F_ % 8 == 0 and len(gate_LFD):
         ends_L = counts_L.cumsum(0).to(torch.int32)
-        made = F.silu(F.grouped_mm(rows_RD, gate_LFD.mT, offs=ends_L)) * F.grouped_mm(rows_RD, up_LFD.mT, offs=ends_L)
-        return F.grouped_mm(made, down_LDF.mT, offs=ends_L)
+        gate_RF = F.silu(F.grouped_mm(rows_RD, gate_LFD.mT, offs=ends_L))
+        return F.grouped_mm(gate_RF * F.grouped_mm(rows_RD, up_LFD.mT, offs=ends_L), down_LDF.mT, offs=ends_L)
     pieces = rows_RD.split(counts_L.tolist()) if len(gate_LFD) else ()
     parts = zip(pieces, gate_LFD.unbind(), up_LFD.unbind(), down_LDF.unbind(), strict=True)
     made = [F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down) for x, gate, up, down in parts]
-    return torch.cat(made) if made else rows_RD
+    nothing = gate_LFD.sum() + up_LFD.sum() + down_LDF.sum()  # of no experts: they take part, with no elements
+    return torch.cat(made) if made else rows_RD + nothing
 
 
 def swap(rows_RD: Tensor, group: Group, given: Sequence[int], taken: Sequence[int], name: str) -> Tensor:
     """The first given[0] rows to rank 0, the next to rank 1, ...; what all ranks sent here, in their order."""
-    return _Swap.apply(rows_RD, group, list(given), list(taken), name)  # type: ignore[no-any-return, no-untyped-call]
+    return _Swap.apply(rows_RD, group, list(given), list(taken), name)  # type: ignore[no-untyped-call]
 
 
 class _Swap(torch.autograd.Function):

@@ -141,14 +141,14 @@ def send_and_close(
     dy, weights, order, slots, choices, factors, arrived, ready, epochs, table, owners, sequence, queue,
     rows, down, gates, ups, dgates, dups, weighted, partial, k, D, F, X, b_row, b_column, capacity, first_expert, L,
     heap,
-    A: tl.constexpr, B: tl.constexpr, SENDERS: tl.constexpr, PIECE: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, SENDERS: tl.constexpr, CLEARED: tl.constexpr, PIECE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, XP: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sends rows of dy with their weights; stores gradients of gates and ups, and h times the weight, [slots F].
 
-    partial: fp32 [block columns, capacity], each tile's part of the gradient of a row's weight.  All three have zeros
-    behind an expert's last row.
+    partial: fp32 [block columns, capacity], each tile's part of the gradient of a row's weight.  Behind an expert's
+    last row all three have zeros, and with CLEARED the slots too.
     """
     epoch = tl.load(epochs)
     if tl.program_id(0) < SENDERS:
@@ -157,7 +157,8 @@ def send_and_close(
             tl.program_id(0), SENDERS, heap,
             WEIGHTED=True, PIECE=PIECE, ROWS=ROWS, COLUMNS=COLUMNS, XP=XP,
         )  # fmt: skip
-        clear_ends(slots, table, D, first_expert, L, X, tl.program_id(0), SENDERS, BLOCK=BM, COLUMNS=COLUMNS)
+        if CLEARED:
+            clear_ends(slots, table, D, first_expert, L, X, tl.program_id(0), SENDERS, BLOCK=BM, COLUMNS=COLUMNS)
     columns = tl.cdiv(F, BN)
     total = tl.load(table + (REGION + world(heap) + 1) * X + 1) * columns
     tile = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu")
@@ -184,7 +185,9 @@ def send_and_close(
         tl.store(partial + across * capacity + slot, tl.sum(t * h, axis=1), mask=slot < end)
         kind: tl.constexpr = dgates.dtype.element_ty
         t *= w
-        store_rows(dgates, (t * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), row, row + BM, column, F, F, 1, BM, BN)
+        store_rows(
+            dgates, (t * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), row, row + BM, column, F, F, 1, BM, BN
+        )
         store_rows(dups, (t * g * sigmoid).to(kind), row, row + BM, column, F, F, 1, BM, BN)
         store_rows(weighted, (w * h).to(kind), row, row + BM, column, F, F, 1, BM, BN)
         tile = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu")

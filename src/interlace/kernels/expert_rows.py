@@ -30,8 +30,8 @@ _DISTANCES: tl.constexpr = tl.constexpr(DISTANCES)
 
 @triton.jit
 def send_rows(
-    x, weights, order, slots, choices, factors, arrived, ready, table, owners, sequence, epoch, k, D, X, first, step, heap,
-    WEIGHTED: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, XP: tl.constexpr,
+    x, weights, order, slots, choices, factors, arrived, ready, table, owners, sequence, epoch, k, D, X, first, step,
+    heap, WEIGHTED: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, XP: tl.constexpr,
 ):  # fmt: skip
     """Pieces first, first + step, ...: rows of x [tokens D], which choice each is, and with WEIGHTED its weight."""
     me, ranks = my_rank(heap), world(heap)
@@ -125,7 +125,7 @@ def return_rows(
     AWAITED: tl.constexpr, SHARED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LP: tl.constexpr,
 ):  # fmt: skip
-    """Takes pieces of slots from a queue and returns their rows; with AWAITED, once `made_of` tiles of a block are made.
+    """Takes pieces of slots from a queue and returns their rows; with AWAITED, once `made_of` tiles of a block exist.
 
     With SHARED a number a row, the sum of `partials` rows of partial [.. capacity], comes along.
     """
