@@ -38,7 +38,6 @@ from interlace.kernels.candidate import Tile
 from interlace.kernels.expert_plain import plain
 from interlace.kernels.tile import DTYPES, POINTERS, Operand, is_interpreted, operand, widens
 
-
 OPEN, CLOSE, WIDE = Tile(128, 128, 64, 8, 8, 3), Tile(128, 128, 64, 8, 8, 4), Tile(128, 256, 64, 8, 8, 3)
 
 

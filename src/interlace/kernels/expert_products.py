@@ -137,6 +137,27 @@ def multiply_and_return(
 
 
 @triton.jit
+def _close_part(t, w_BM, gates, ups, dgates, dups, weighted, row, end, column, F, BM: tl.constexpr, BN: tl.constexpr):
+    """Stores what follows from a tile of dy @ down; the sums over its columns of t * h."""
+    slot, inner = row + tl.arange(0, BM), column + tl.arange(0, BN)
+    at = slot.to(tl.int64)[:, None] * F + inner[None, :]
+    mask = (slot < end)[:, None] & (inner < F)[None, :]
+    g = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(ups + at, mask=mask, other=0.0).to(tl.float32)
+    t, w = tl.where(mask, t, 0.0), w_BM[:, None]
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    h = g * sigmoid * u
+    share = tl.sum(t * h, axis=1)
+    kind: tl.constexpr = dgates.dtype.element_ty
+    store_rows(weighted, (w * h).to(kind), row, row + BM, column, F, F, 1, BM, BN)
+    t *= w
+    store_rows(dups, (t * g * sigmoid).to(kind), row, row + BM, column, F, F, 1, BM, BN)
+    slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    store_rows(dgates, (t * u * slope).to(kind), row, row + BM, column, F, F, 1, BM, BN)
+    return share
+
+
+@triton.jit
 def send_and_close(
     dy, weights, order, slots, choices, factors, arrived, ready, epochs, table, owners, sequence, queue,
     rows, down, gates, ups, dgates, dups, weighted, partial, k, D, F, X, b_row, b_column, capacity, first_expert, L,
@@ -173,23 +194,13 @@ def send_and_close(
             t, rows, down, row, end, 0, column, F, (expert - first_expert) * D, D, D, 1, b_row, b_column,
             A, B, BM, BN, BK, WIDE,
         )  # fmt: skip
-        slot, inner = row + tl.arange(0, BM), column + tl.arange(0, BN)
-        at = slot.to(tl.int64)[:, None] * F + inner[None, :]
-        mask = (slot < end)[:, None] & (inner < F)[None, :]
-        g = tl.load(gates + at, mask=mask, other=0.0).to(tl.float32)
-        u = tl.load(ups + at, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(factors + slot, mask=slot < end, other=0.0)[:, None]
-        t = tl.where(mask, t, 0.0)
-        sigmoid = 1.0 / (1.0 + tl.exp(-g))
-        h = g * sigmoid * u
-        tl.store(partial + across * capacity + slot, tl.sum(t * h, axis=1), mask=slot < end)
-        kind: tl.constexpr = dgates.dtype.element_ty
-        t *= w
-        store_rows(
-            dgates, (t * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), row, row + BM, column, F, F, 1, BM, BN
-        )
-        store_rows(dups, (t * g * sigmoid).to(kind), row, row + BM, column, F, F, 1, BM, BN)
-        store_rows(weighted, (w * h).to(kind), row, row + BM, column, F, F, 1, BM, BN)
+        slot = row + tl.arange(0, BM)
+        w = tl.load(factors + slot, mask=slot < end, other=0.0)
+        # In halves: a thread has no room for six of these tiles.
+        one, two = tl.split(tl.permute(tl.reshape(t, (BM, 2, BN // 2)), (0, 2, 1)))
+        share = _close_part(one, w, gates, ups, dgates, dups, weighted, row, end, column, F, BM, BN // 2)
+        share += _close_part(two, w, gates, ups, dgates, dups, weighted, row, end, column + BN // 2, F, BM, BN // 2)
+        tl.store(partial + across * capacity + slot, share, mask=slot < end)
         tile = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu")
 
 
