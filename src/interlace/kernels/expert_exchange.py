@@ -48,6 +48,7 @@ class Tuning:
     piece: slots under one flag.  movers: programs of a launch that move rows before, or instead of, multiplying.
     programs: of a launch; None: one a multiprocessor.  rows, columns: what a program moves at a time.
     descriptors: whether products read by TMA where they can.  choices: how many a program counts at once, at most.
+    overlap: False lets rows travel by themselves, in launches of their own.
     """
 
     block: int = 128
@@ -62,6 +63,7 @@ class Tuning:
     weight: Tile = WIDE
     descriptors: bool = True
     choices: int = 1024
+    overlap: bool = True
 
 
 def default_tuning(dtype: torch.dtype, hidden: int) -> Tuning:
@@ -254,6 +256,9 @@ class Steps:
             return self.tuning.programs
         return torch.cuda.get_device_properties(self.slots.device).multi_processor_count
 
+    def movers(self) -> int:
+        return self.tuning.movers if self.tuning.overlap else 0
+
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.slots.device)
 
@@ -305,23 +310,25 @@ class Steps:
 
     # --- rows alone --------------------------------------------------------------------------------------------------
 
-    def send(self, x_ND: Tensor, call: Call) -> Tensor:
-        """The dispatch by itself: the slots, once all rows of this rank's experts are there."""
-        programs = 1 if is_interpreted() and self.tuning.movers == 1 else self.programs()
-        word = self.word
-        expert_rows.send_only[(programs,)](
-            x_ND, x_ND, call.order, self.slots, self.choices, self.factors, word["arrived"], word["ready"],
-            word["epochs"], call.table, self.owner, self.sequence, call.k, self.D, *self._place(), self.heap,
-            WEIGHTED=False, BLOCK=self.tuning.block, **self.moved, **self.sized, num_warps=8,
+    def send(self, x_ND: Tensor, call: Call, weights_Nk: Tensor | None = None) -> Tensor:
+        """The dispatch by itself, with weights if given: the slots, once all rows of this rank's experts are there."""
+        word, weighted = self.word, weights_Nk is not None
+        expert_rows.send_only[(1 if is_interpreted() and self.tuning.movers < 2 else self.programs(),)](
+            x_ND, x_ND if weights_Nk is None else weights_Nk, call.order, self.slots, self.choices, self.factors,
+            word["arrived"], word["ready"], word["epochs"], call.table, self.owner, self.sequence, call.k, self.D,
+            *self._place(), self.heap,
+            WEIGHTED=weighted, CLEARED=weighted and self.tuning.descriptors, BLOCK=self.tuning.block,
+            **self.moved, **self.sized, num_warps=8,
         )  # fmt: skip
         return self.slots
 
-    def give_back(self, made_CD: Tensor, call: Call) -> None:
+    def give_back(self, made_CD: Tensor, call: Call, partial: Tensor | None = None) -> None:
         """The combine's way back by itself: rows `made`, slot by slot, to where their tokens are."""
         expert_rows.return_only[(self.programs(),)](
-            made_CD, self.returned, self.choices, call.words[2:], self.word["back"], call.table, self.D,
-            self._place()[0], self.capacity, *self._place()[1:], self.heap,
-            BLOCK=self.tuning.block, **self.moved, LP=self.sized["LP"], num_warps=8,
+            made_CD, made_CD if partial is None else partial, self.returned, self.shares, self.choices, call.words[2:],
+            self.word["back"], call.table, 0 if partial is None else len(partial), self.D, self._place()[0],
+            self.capacity, *self._place()[1:], self.heap,
+            SHARED=partial is not None, BLOCK=self.tuning.block, **self.moved, LP=self.sized["LP"], num_warps=8,
         )  # fmt: skip
 
     def sum(self, call: Call, weights_Nk: Tensor | None, shared: bool) -> tuple[Tensor, Tensor]:
@@ -362,6 +369,8 @@ class Steps:
 
     def open(self, x_ND: Tensor, call: Call, gate: Tensor, up: Tensor, kept: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Sends x; gates and ups (if kept) and what the last product reads, [slots F]."""
+        if not self.tuning.overlap:
+            self.send(x_ND, call)
         tile, F, D, word = self.tuning.open, gate.shape[1], self.D, self.word
         hidden = self._new(self.capacity, F)
         gates, ups = (self._new(self.capacity, F) if kept else hidden for _ in range(2))
@@ -371,7 +380,7 @@ class Steps:
             x_ND, call.order, self.slots, self.choices, word["arrived"], word["ready"], word["epochs"], call.table,
             self.owner, self.sequence, call.words, a.argument, b.argument, c.argument, gates, ups, hidden,
             call.k, D, F, *self._place(), self.heap,
-            A=a.how, B=b.how, KEPT=kept, SENDERS=self.tuning.movers, **self.moved, **self.sized, **self._tile(tile),
+            A=a.how, B=b.how, KEPT=kept, SENDERS=self.movers(), **self.moved, **self.sized, **self._tile(tile),
         )  # fmt: skip
         return gates, ups, hidden
 
@@ -392,15 +401,19 @@ class Steps:
             self.returned, self.shares, self.choices, call.words[3:], call.words[1:], call.words[2:], self.word["back"],
             call.table, K, D, self._place()[0], b[0].row, b[0].column, *((0, K) if turned else (D, 0)),
             0 if partial is None else len(partial), self.capacity, *self._place()[1:], self.heap,
-            A=a[0].how, B=b[0].how, TWO=partial is not None, RETURNERS=min(self.tuning.movers, programs - 1),
-            **self.moved, LP=self.sized["LP"], **self._tile(tile),
+            A=a[0].how, B=b[0].how, TWO=partial is not None, RETURNED=self.tuning.overlap,
+            RETURNERS=min(self.movers(), programs - 1), **self.moved, LP=self.sized["LP"], **self._tile(tile),
         )  # fmt: skip
+        if not self.tuning.overlap:
+            self.give_back(made, call, partial)
         return made
 
     def close(
         self, dy_ND: Tensor, weights_Nk: Tensor, call: Call, down: Tensor, gates: Tensor, ups: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sends dy and weights; gradients of gates and ups, the weighted h, and parts of the weights' gradients."""
+        if not self.tuning.overlap:
+            self.send(dy_ND, call, weights_Nk)
         tile, F, D, word = self.tuning.close, gates.shape[1], self.D, self.word
         dgates, dups, weighted = (self._new(self.capacity, F) for _ in range(3))
         partial = self._new(triton.cdiv(F, tile.block_n), self.capacity, dtype=torch.float32)
@@ -411,7 +424,7 @@ class Steps:
             word["epochs"], call.table, self.owner, self.sequence, call.words, a.argument, b.argument,
             gates, ups, dgates, dups, weighted, partial, call.k, D, F, self._place()[0], b.row, b.column, self.capacity,
             *self._place()[1:], self.heap,
-            A=a.how, B=b.how, SENDERS=self.tuning.movers, CLEARED=self.tuning.descriptors,
+            A=a.how, B=b.how, SENDERS=self.movers(), CLEARED=self.tuning.descriptors,
             **self.moved, **self.sized, **self._tile(tile),
         )  # fmt: skip
         return dgates, dups, weighted, partial

@@ -99,14 +99,16 @@ def send_and_open(
 def multiply_and_return(
     a, b, a2, b2, made, partial, returned, shares, choices, done, queue, returns, back, table,
     K, D, X, b_row, b_column, b_rows, b_inner, partials, capacity, first_expert, L, heap,
-    A: tl.constexpr, B: tl.constexpr, TWO: tl.constexpr, RETURNERS: tl.constexpr, PIECE: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, TWO: tl.constexpr, RETURNED: tl.constexpr, RETURNERS: tl.constexpr,
+    PIECE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """made [slots D] = a [slots K] @ b.T, with TWO plus a2 @ b2.T, and row by row back to where its token is.
+    """made [slots D] = a [slots K] @ b.T, with TWO plus a2 @ b2.T; rows go back to where their tokens are.
 
-    Expert e's part of b begins at row e * b_rows and column e * b_inner.  The last RETURNERS programs only return.
-    With TWO a number a row goes along: the sum of its `partials` in partial [.. capacity].
+    Expert e's part of b begins at row e * b_rows and column e * b_inner.  Rows are returned with RETURNED alone; the
+    last RETURNERS programs do only that.  With TWO a number a row goes along: the sum of its `partials` in partial
+    [.. capacity].
     """
     me = my_rank(heap)
     columns = tl.cdiv(D, BN)
@@ -129,11 +131,12 @@ def multiply_and_return(
             store_rows(made, sums.to(made.dtype.element_ty), row, end, column, D, D, 1, BM, BN)
             signal(done + row // BM, 1, me, heap, ADD=True)
             tile = tl.atomic_add(queue, 1, sem="relaxed", scope="gpu")
-    return_rows(
-        made, partial, returned, shares, choices, done, returns, back, table, columns, partials, D, X, capacity,
-        first_expert, L, heap,
-        AWAITED=True, SHARED=TWO, PIECE=PIECE, BLOCK=BM, ROWS=ROWS, COLUMNS=COLUMNS, LP=LP,
-    )  # fmt: skip
+    if RETURNED:
+        return_rows(
+            made, partial, returned, shares, choices, done, returns, back, table, columns, partials, D, X, capacity,
+            first_expert, L, heap,
+            AWAITED=True, SHARED=TWO, PIECE=PIECE, BLOCK=BM, ROWS=ROWS, COLUMNS=COLUMNS, LP=LP,
+        )  # fmt: skip
 
 
 @triton.jit

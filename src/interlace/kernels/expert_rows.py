@@ -202,16 +202,18 @@ def sum_rows(
 def send_only(
     x, weights, order, slots, choices, factors, arrived, ready, epochs, table, owners, sequence, k, D, X, first_expert,
     L, heap,
-    WEIGHTED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    XP: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr,
+    WEIGHTED: tl.constexpr, CLEARED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, XP: tl.constexpr, LP: tl.constexpr, WP: tl.constexpr,
 ):  # fmt: skip
-    """The dispatch by itself: ends when this rank's rows are all here."""
+    """The dispatch by itself: ends when this rank's rows are all here; CLEARED: and zeros behind each expert's last."""
     epoch = tl.load(epochs)
     program, programs = tl.program_id(0), tl.num_programs(0)
     send_rows(
         x, weights, order, slots, choices, factors, arrived, ready, table, owners, sequence, epoch, k, D, X, program,
         programs, heap, WEIGHTED=WEIGHTED, PIECE=PIECE, ROWS=ROWS, COLUMNS=COLUMNS, XP=XP,
     )  # fmt: skip
+    if CLEARED:
+        clear_ends(slots, table, D, first_expert, L, X, program, programs, BLOCK=BLOCK, COLUMNS=COLUMNS)
     total = tl.load(table + (REGION + world(heap) + 1) * X + 1)
     for block in range(program, total, programs):
         expert = expert_of(block * BLOCK, table, first_expert, L, X, LP)
@@ -221,13 +223,15 @@ def send_only(
 
 @triton.jit
 def return_only(
-    made, returned, choices, queue, back, table, D, X, capacity, first_expert, L, heap,
-    PIECE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LP: tl.constexpr,
+    made, partial, returned, shares, choices, queue, back, table, partials, D, X, capacity, first_expert, L, heap,
+    SHARED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LP: tl.constexpr,
 ):  # fmt: skip
     """The way back by itself, of rows that an earlier launch made."""
     return_rows(
-        made, made, returned, returned, choices, queue, queue, back, table, 0, 0, D, X, capacity, first_expert, L, heap,
-        AWAITED=False, SHARED=False, PIECE=PIECE, BLOCK=BLOCK, ROWS=ROWS, COLUMNS=COLUMNS, LP=LP,
+        made, partial, returned, shares, choices, queue, queue, back, table, 0, partials, D, X, capacity, first_expert,
+        L, heap,
+        AWAITED=False, SHARED=SHARED, PIECE=PIECE, BLOCK=BLOCK, ROWS=ROWS, COLUMNS=COLUMNS, LP=LP,
     )  # fmt: skip
 
 
