@@ -14,10 +14,11 @@ from interlace.symmetric import SymmetricHeap
 
 TILE = Tile(4, 8, 8, 2, 4, 1, False)
 TUNING = Tuning(4, 2, 2, 3, 2, 8, TILE, TILE, TILE, TILE, choices=2)
-K, D, F = 2, 5, 6  # no rows of 16 bytes: products load by pointers
+K = 2
+SIZES = (5, 6)  # hidden, ffn; no rows of 16 bytes: products load by pointers
 
 
-def numbers(rank: int, call: int, tokens: int, experts: int) -> tuple[torch.Tensor, ...]:
+def numbers(rank: int, call: int, tokens: int, experts: int, D: int = SIZES[0]) -> tuple[torch.Tensor, ...]:
     """Tokens, weights, chosen experts (on call 0 not the last, on call 1 the first two) and dy of a rank."""
     made = torch.Generator().manual_seed(100 * call + rank)
     x, dy = torch.randn(tokens, D, generator=made), torch.randn(tokens, D, generator=made)
@@ -27,19 +28,25 @@ def numbers(rank: int, call: int, tokens: int, experts: int) -> tuple[torch.Tens
     return x, weights, order[:, :K].contiguous(), dy
 
 
-def factors(experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def factors(experts: int, D: int, F: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     made = torch.Generator().manual_seed(7)
     shapes = ((experts, F, D), (experts, F, D), (experts, D, F))
     gate, up, down = (torch.randn(shape, generator=made) / 2 for shape in shapes)
     return gate, up, down
 
 
-def expected(rank: int, call: int, tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _on(heap: SymmetricHeap, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple(each.to(heap.device) for each in tensors)
+
+
+def expected(
+    rank: int, call: int, tokens: int, experts: int, D: int, F: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y and the gradients of x and of the weights, on one process."""
-    x, weights, chosen, dy = numbers(rank, call, tokens, experts)
+    x, weights, chosen, dy = numbers(rank, call, tokens, experts, D)
     x.requires_grad_()
     weights.requires_grad_()
-    gate, up, down = factors(experts)
+    gate, up, down = factors(experts, D, F)
     h = torch.nn.functional.silu(torch.einsum("nd,efd->nef", x, gate)) * torch.einsum("nd,efd->nef", x, up)
     made = torch.einsum("nef,edf->ned", h, down)
     y = (made.gather(1, chosen[..., None].expand(-1, -1, D)) * weights[..., None]).sum(dim=1)
@@ -47,16 +54,19 @@ def expected(rank: int, call: int, tokens: int, experts: int) -> tuple[torch.Ten
     return y.detach(), dx, dweights
 
 
-def forward_and_backward(heap: SymmetricHeap, layers: int = 2) -> Callable[[], None]:
+def forward_and_backward(
+    heap: SymmetricHeap, layers: int = 2, sizes: tuple[int, int] = SIZES, tuning: Tuning | None = TUNING
+) -> Callable[[], None]:
     """Rank r has 1 + r experts; ranks bring 0 to 2 tokens, to each layer another number.  Backward is in reverse."""
+    D, F = sizes
     owners = [1 + rank for rank in range(heap.size)]
     experts = sum(owners)
-    group = Group("ep", tuple(range(heap.size)), heap.rank, torch.device("cpu"), Meter())
-    exchange = ExpertExchange(group, owners, most_tokens=2, tuning=TUNING)
+    group = Group("ep", tuple(range(heap.size)), heap.rank, heap.device, Meter())
+    exchange = ExpertExchange(group, owners, most_tokens=2, tuning=tuning)
     mine = slice(exchange.first, exchange.first + exchange.local)
-    gate, up, down = (each[mine].contiguous() for each in factors(experts))
+    gate, up, down = (each[mine].contiguous().to(heap.device) for each in factors(experts, D, F))
     tokens = [(1 + layer + heap.rank) % 3 for layer in range(layers)]
-    given = [numbers(heap.rank, layer, tokens[layer], experts) for layer in range(layers)]
+    given = [_on(heap, numbers(heap.rank, layer, tokens[layer], experts, D)) for layer in range(layers)]
     made: list[tuple[torch.Tensor, ...]] = []
     alive: list[object] = []
     with workspace.on(heap, group):
@@ -81,8 +91,8 @@ def forward_and_backward(heap: SymmetricHeap, layers: int = 2) -> Callable[[], N
     def check() -> None:
         assert alive
         for layer, found in enumerate(made):
-            for ours, theirs in zip(found, expected(heap.rank, layer, tokens[layer], experts), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            for ours, theirs in zip(found, expected(heap.rank, layer, tokens[layer], experts, D, F), strict=True):
+                torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
 
     return check
 
@@ -90,7 +100,7 @@ def forward_and_backward(heap: SymmetricHeap, layers: int = 2) -> Callable[[], N
 def rows_alone(heap: SymmetricHeap, calls: int = 3) -> Callable[[], None]:
     """Dispatch and combine without products: what comes back is what was sent."""
     experts = 2 * heap.size
-    group = Group("ep", tuple(range(heap.size)), heap.rank, torch.device("cpu"), Meter())
+    group = Group("ep", tuple(range(heap.size)), heap.rank, heap.device, Meter())
     exchange = ExpertExchange(group, [2] * heap.size, most_tokens=2, tuning=TUNING)
     given = [numbers(heap.rank, call, (1 + call + heap.rank) % 3, experts) for call in range(calls)]
     made, alive = [], []

@@ -12,6 +12,7 @@ from interlace import launch
 from interlace.collectives import Group, Meter
 from interlace.errors import ConfigError
 from interlace.kernels.expert_exchange import ExpertExchange
+from interlace.symmetric import SymmetricHeap
 
 Run = Callable[..., list[Any]]
 RANKS = "rank_functions_exchange"
@@ -65,6 +66,22 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             exchange(*given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(5, 6), (96, 72)])
+def test_ranks_that_share_a_gpu(sizes: tuple[int, int]) -> None:
+    from exchange_launches import forward_and_backward
+
+    from interlace.symmetric.cuda import on_one_gpu
+
+    def run(heap: SymmetricHeap) -> bool:
+        check = forward_and_backward(heap, sizes=sizes, tuning=None)
+        heap.barrier()
+        check()
+        return True
+
+    assert on_one_gpu(run, 2, nbytes=1 << 22) == [True, True]
 
 
 def two_gpus(function: str, argument: dict[str, Any] | None = None) -> list[Any]:

@@ -299,6 +299,9 @@ class Host(Fabric):
         in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__isub__")
         written = [*args[:1]] if in_place else []
         written += [*_tensors(kwargs.get("out", ()))]
+        for tensor in written:  # from now on known: what is done with it later comes after this
+            machine.register(tensor, f"torch {name}", self.rank)
+        touched = [tensor for tensor in _tensors((args, kwargs)) if self._known(tensor)]
         made: list[Any] = []
 
         def body() -> None:
@@ -319,7 +322,7 @@ class Host(Fabric):
         before, machine.mode_inside = machine.mode_inside, mode
         try:
             item = self.item(f"torch {name}", [body])
-            if written and not kwargs.get("out"):
+            if written and kwargs.get("out") is None:
                 return args[0]
             self.block(f"torch {name}", lambda: item.ended)
         finally:

@@ -15,6 +15,8 @@ a `Problem` therefore holds the same numbers on every rank, also where their sli
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -141,6 +144,27 @@ def choose(problem: Problem, device: torch.device) -> Candidate:
         if found is not None and known[found[0]].refuses(problem, device) is None:
             return replace(known[found[0]], options=found[1])
     return known["plain"]
+
+
+def pick(problem: Problem, group: Group) -> Candidate | None:
+    """`choose` for a group; None for "plain", as it is for a group of one and where memory of peers is out of reach.
+
+    Collective at its first call for a group that does not take "plain".  On a CPU nothing but an explicit choice, which
+    loads Triton, is other than plain.
+    """
+    if group.size == 1 or (group.device.type == "cpu" and "triton" not in sys.modules):
+        return None
+    chosen = choose(problem, group.device)
+    if chosen.name == "plain":
+        return None
+    from interlace.kernels import workspace  # needs Triton
+
+    if not workspace.reachable(group):
+        warnings.warn(
+            f"{problem.op} along {group.axis}: plain, since ranks cannot address each other's memory", stacklevel=2
+        )
+        return None
+    return chosen
 
 
 def _lookup(problem: Problem, device: torch.device) -> tuple[str, Options] | None:

@@ -254,10 +254,13 @@ class Steps:
     def programs(self) -> int:
         if self.tuning.programs is not None:
             return self.tuning.programs
-        return torch.cuda.get_device_properties(self.slots.device).multi_processor_count
+        return self.space.places(1 << 10)
 
     def movers(self) -> int:
-        return self.tuning.movers if self.tuning.overlap else 0
+        if not self.tuning.overlap:
+            return 0
+        few = self.tuning.programs is None
+        return min(self.tuning.movers, max(1, self.programs() // 4)) if few else self.tuning.movers
 
     def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.slots.device)

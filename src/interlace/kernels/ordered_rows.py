@@ -1,8 +1,9 @@
 """The sum of one row from every rank, in the order of ranks, in one pass over memory.
 
-`sum_rows(own, received, rank, target, scale)` equals, in fp32,
+`sum_rows(own, received, rank, target, scale, bias)` equals, in fp32 and rounded once,
 
-    rows = received with `own` as row number `rank`;   target = ((rows[0] + rows[1]) + rows[2] + ...) * scale
+    rows = received with `own` as row number `rank`
+    target = ((rows[0] + rows[1]) + rows[2] + ...) * scale + bias, repeated
 
 The plain composition copies the own row beside the others and reads and writes the target once for each of them.
 """
@@ -17,7 +18,10 @@ BLOCK = 2048
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _sum(own, received, target, rank, count, scale, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(
+    own, received, target, bias, rank, count, scale, width,
+    RANKS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.load(own + at, mask=inside).to(tl.float32)
@@ -29,20 +33,29 @@ def _sum(own, received, target, rank, count, scale, RANKS: tl.constexpr, BLOCK: 
         else:
             value = tl.load(received + tl.full([], row, tl.int64) * count + at, mask=inside).to(tl.float32)
         total += value
-    tl.store(target + at, total * scale, mask=inside)
+    total = total * scale
+    if BIAS:
+        total += tl.load(bias + at % width, mask=inside).to(tl.float32)
+    tl.store(target + at, total, mask=inside)
 
 
 def sum_rows(
-    own: torch.Tensor, received: torch.Tensor, rank: int, target: torch.Tensor, scale: float = 1.0
+    own: torch.Tensor,
+    received: torch.Tensor,
+    rank: int,
+    target: torch.Tensor,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: fp32 [count]."""
+    """own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: [count]."""
     ranks, count = received.shape
     assert own.dtype == received.dtype
     assert own.numel() == target.numel() == count
-    assert target.dtype == torch.float32
     assert own.is_contiguous() and received.is_contiguous() and target.is_contiguous()
     if count:
+        width = 1 if bias is None else bias.numel()
         _sum[(triton.cdiv(count, BLOCK),)](
-            own, received, target, rank, count, scale, RANKS=ranks, BLOCK=BLOCK, num_warps=8
-        )
+            own, received, target, bias, rank, count, scale, width,
+            RANKS=ranks, BIAS=bias is not None, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
     return target

@@ -6,8 +6,9 @@
     space.buffer("rows", peer, shape, dtype, turn.half * nbytes // 2); turn.words("arrived", peer); turn.number
 
 Equals a heap made for every call, without the cost: memory only grows, so a changing number of rows rebuilds nothing.
-Words only grow too, so none is ever reset.  Calls of one operation of one group follow each other, on whatever stream:
-a call on another stream than the last waits for that one.
+Words only grow too, so none is ever reset.  All calls on a device follow each other, of whatever operation, group and
+stream: a call on another stream than the last waits for that one.  Kernels that wait for peers may fill a device, and
+two of them that ranks run in different orders would wait for ever.
 
 A call's number is counted by the host, and streams raise words to it themselves, without a multiprocessor.  A CUDA
 graph would raise the old number again; so from the first captured call on, numbers are counted in memory: a small
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,10 +70,17 @@ class Turn:
         return whole[count:] if self.in_memory else whole[:count]
 
 
+@dataclass
+class Order:
+    """The stream on which a rank made its last call."""
+
+    stream: torch.cuda.Stream | None = None
+
+
 class Workspace:
     """See the module.  `heap`: the one to take memory from; None makes an own one, and larger ones as needed."""
 
-    def __init__(self, group: Group, op: str, heap: SymmetricHeap | None = None) -> None:
+    def __init__(self, group: Group, op: str, order: Order, heap: SymmetricHeap | None = None) -> None:
         self.op = op
         self.rank, self.size, self.device = group.rank, group.size, group.device
         self.tensors: dict[str, SymmetricTensor] = {}
@@ -83,7 +91,7 @@ class Workspace:
         self._bytes: dict[str, int] = {}
         self._words: dict[str, int] = {}
         self._number = 0
-        self._stream: torch.cuda.Stream | None = None
+        self._order = order
 
     @property
     def heap(self) -> SymmetricHeap:
@@ -156,11 +164,19 @@ class Workspace:
             count *= size
         return whole[offset : offset + count].view(dtype).view(shape)
 
+    def places(self, programs: int) -> int:
+        """How many programs of a kernel that waits: `programs`, but no more than fit on the device together."""
+        if self.device.type == "cuda":
+            most = torch.cuda.get_device_properties(self.device).multi_processor_count
+            sharing = 1 if self._heap is None else self._heap.fabric.sharing
+            return max(1, min(programs, most if sharing == 1 else most // (2 * sharing)))  # copies there need some too
+        return max(1, min(programs, 2))
+
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def turn(self) -> Turn:
         """Begins a call, in order after the last one of this operation and group."""
-        self._follow()
+        self.follow()
         self.counts_in_memory = self.counts_in_memory or self._is_captured()
         if self.counts_in_memory:
             turn = Turn(self, self.tensors["epoch"].local[1:], 0)
@@ -168,21 +184,20 @@ class Workspace:
             meet(turn.number, turn.words("meet"), self.heap.context, num_warps=1)
             return turn
         self._number += 1
-        return Turn(self, (self._number + (1 << 31)) % (1 << 32) - (1 << 31), self._number % 2)
+        number = (self._number + (1 << 31)) % (1 << 32) - (1 << 31)  # as a word holds it
+        return Turn(self, number, self._number % 2)
 
     def follow(self) -> None:
-        """Begins a call whose kernels count it in memory themselves, in order after the last one."""
-        self._follow()
-        self.counts_in_memory = self.counts_in_memory or self._is_captured()
-
-    def _follow(self) -> None:
+        """The current stream goes on after the last call; for kernels that count their calls themselves."""
         if self.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream and not self._is_captured():
-            stream.wait_stream(self._stream)
-        if not self._is_captured():
-            self._stream = stream
+        if self._is_captured():  # a capture orders its own calls, and may not wait for what is outside
+            self.counts_in_memory = True  # replays need this heap as long as the graph lives
+            return
+        stream, last = torch.cuda.current_stream(self.device), self._order.stream
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        self._order.stream = stream
 
     def _is_captured(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -203,16 +218,22 @@ class Workspace:
 class _Held:
     """What a group has."""
 
-    given: SymmetricHeap | None
-    reachable: bool | None
-    spaces: dict[str, Workspace]
+    order: Order
+    given: SymmetricHeap | None = None
+    reachable: bool | None = None
+    spaces: dict[str, Workspace] = field(default_factory=dict)
+    counts_in_memory: bool = False
 
 
 _GROUPS: WeakKeyDictionary[Group, _Held] = WeakKeyDictionary()
+_ORDERS: dict[torch.device, Order] = {}
 
 
 def _held(group: Group) -> _Held:
-    return _GROUPS.setdefault(group, _Held(None, None, {}))
+    found = _GROUPS.get(group)
+    if found is None:
+        found = _GROUPS[group] = _Held(_ORDERS.setdefault(group.device, Order()))
+    return found
 
 
 def reachable(group: Group) -> bool:
@@ -227,8 +248,20 @@ def of(group: Group, op: str) -> Workspace:
     """The workspace of an operation of a group; made at its first use, when it is collective."""
     held = _held(group)
     if op not in held.spaces:
-        held.spaces[op] = Workspace(group, op, held.given)
+        held.spaces[op] = Workspace(group, op, held.order, held.given)
+        held.spaces[op].counts_in_memory = held.counts_in_memory
     return held.spaces[op]
+
+
+def count_in_memory(group: Group) -> None:
+    """From here on calls of the group are counted in memory, as in graphs.
+
+    Before a capture: then one call of every shape compiles and allocates what the captured one uses.
+    """
+    held = _held(group)
+    held.counts_in_memory = True
+    for space in held.spaces.values():
+        space.counts_in_memory = True
 
 
 def check(group: Group) -> None:
@@ -252,7 +285,7 @@ def on(heap: SymmetricHeap, group: Group) -> Iterator[None]:
     For ranks that share a process: on one GPU, or under the checker.
     """
     assert (heap.rank, heap.size) == (group.rank, group.size)
-    _GROUPS[group] = _Held(heap, True, {})
+    _GROUPS[group] = _Held(Order(), heap, reachable=True)
     try:
         yield
     finally:

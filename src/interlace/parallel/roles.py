@@ -169,7 +169,7 @@ class Column(nn.Module):
 
 def _replacement(module: Any, role: Role, axis: Axis, part: Part, entrance: CopyOnce | None) -> nn.Module:
     if role is Role.ROW:
-        return Row(module, axis)
+        return Row(module, axis, part.shape[1])
     if isinstance(module, nn.Embedding):
         return VocabularyEmbedding(module, axis, part)
     return Column(module, axis, part, entrance, gathers=role is Role.VOCAB)

@@ -85,7 +85,7 @@ def split_decoder(
         if parameter.role is Role.COLUMN:
             above.project = SharedColumns(axis)
         if parameter.role is Role.ROW:
-            setattr(above, name, Row(decoder.get_submodule(owner), axis))
+            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
         if parameter.role is Role.EXPERT:
             above.enter, above.leave = Enter(axis, bool(above.balanced)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
@@ -110,24 +110,28 @@ class SharedColumns(nn.Module):
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         count = self.axis.count(context)
-        made: list[Tensor] = gather_matmul(x, weights, biases, self.axis.group, count, self.axis.overlap)
+        columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
+        made: list[Tensor] = gather_matmul(
+            x, weights, biases, self.axis.group, count, self.axis.overlap, columns=columns
+        )
         return made
 
 
 class Row(nn.Module):
     """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
 
-    def __init__(self, linear: Any, axis: Axis) -> None:
+    def __init__(self, linear: Any, axis: Axis, inner: int | None = None) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.axis = axis
+        self.axis, self.inner = axis, inner
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor
+        overlap = self.axis.overlap and not self.axis.reruns
         if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, self.axis.group, self.axis.overlap and not self.axis.reruns)[None]
+            made = matmul_scatter(x, self.weight, self.axis.group, overlap, self.inner)[None]
         else:
-            made = matmul_reduce(x, self.weight, self.axis.group)
+            made = matmul_reduce(x, self.weight, self.axis.group, overlap, self.inner)
         return made if self.bias is None else made + self.bias
 
 
@@ -163,7 +167,7 @@ class SplitVocabulary(nn.Module):
     def forward(self, x: Tensor, output: nn.Linear, labels_BT: Tensor | None, context: Any, rows: Any) -> Tensor:
         group, count = self.axis.group, self.axis.count(context)
         if labels_BT is None:
-            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap)
+            (logits,) = gather_matmul(x, [output.weight], [None], group, count, self.axis.overlap, columns=self.size)
             return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
         labels_N = labels_BT.flatten()
         return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)

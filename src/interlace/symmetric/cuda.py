@@ -2,9 +2,9 @@
 
 Addresses of peers are mapped by torch.distributed._symmetric_memory (CUDA's virtual memory, a stock install);
 multicast is never used, nor torch's signal pads, whose slots all groups share.  Copies between contiguous tensors go
-to the copy engines.  A flag with a number known on the host is written and awaited by the stream itself
-(cuStreamWriteValue32, cuStreamWaitValue32: no SM, and a full barrier before the write); one with its number in memory,
-as graphs need it, and one at a peer, by a kernel of one program.
+to the copy engines.  A flag with a number known on the host is written, here or at a peer, and awaited by the stream
+itself (cuStreamWriteValue32, cuStreamWaitValue32: no SM, and a full barrier before the write).  One with its number in
+memory, as graphs need it, is raised at a peer by a copy engine, and raised or awaited here by a kernel of one program.
 
 A stream's own wait has no limit, so `synchronize` watches: past the heap's timeout it leaves the record a kernel would
 have left, and lets the stream go on by raising the word itself.
@@ -116,15 +116,18 @@ class OnGpu(Fabric):
         target.copy_(source, non_blocking=True)
 
     def write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:
+        """Without a multiprocessor where it can: a kernel that spins may hold them all until this word is raised."""
         from interlace.symmetric import device
 
-        if isinstance(value, torch.Tensor) or not self._is_own(flag):
-            in_memory = isinstance(value, torch.Tensor)
-            self._refuse_in_graph(value)
-            device.raise_flag[(1,)](flag, value, VALUE_IN_MEMORY=in_memory, num_warps=1)
-            return
         self._refuse_in_graph(value)
-        self._call("cuStreamWriteValue32_v2", flag, value, 0)
+        if not isinstance(value, torch.Tensor):
+            self._call("cuStreamWriteValue32_v2", flag, value, 0)
+        elif self._is_own(flag):
+            device.raise_flag[(1,)](flag, value, VALUE_IN_MEMORY=True, num_warps=1)
+        else:
+            flag.view(1).copy_(
+                value.view(1), non_blocking=True
+            )  # copy engine; begins when what came before on this stream is done
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int, context: torch.Tensor) -> None:
         from interlace.symmetric import device
@@ -253,6 +256,7 @@ class OneGpu(OnGpu):
     def __init__(self, rank: int, whole: torch.Tensor, meeting: Meeting) -> None:
         super().__init__(whole.device)
         self.rank, self.size, self._meeting = rank, meeting.size, meeting
+        self.sharing = meeting.size
         self.arenas = list(whole.view(meeting.size, -1))
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:

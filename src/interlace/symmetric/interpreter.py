@@ -97,8 +97,20 @@ def install() -> None:
                 made[self.fn] = interpreter.InterpretedFunction(self.fn)
             return made[self.fn](*args, **options)
 
+        def call_inside(self: Any, *args: Any, **options: Any) -> Any:
+            """A device function: the language is patched by the launch around it, as a whole, and not again."""
+            return self.rewrite()(*args, **options)
+
+        patch, everywhere = interpreter._patch_lang, _everywhere()
+        interpreter._patch_lang = lambda function: patch(everywhere)
         JITFunction.__call__ = call
+        interpreter.InterpretedFunction.__call__ = call_inside
         interpreter._patch_lang_tensor = _scalars_as_bounds(interpreter._patch_lang_tensor)
+
+
+def _everywhere() -> Any:
+    """A function that sees all of the language, for the interpreter to patch what a function sees."""
+    return types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
 
 
 def _scalars_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
@@ -486,8 +498,7 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
         self.fn.run(*args, **{**self.configs[0].all_kwargs(), **options})
 
     scope_of_types, options = _quicker(), builder.options
-    everywhere = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    scope = interpreter._patch_lang(everywhere)
+    scope = interpreter._patch_lang(_everywhere())
     try:
         vars(builder).update(_watching(watcher), options=replace(options, sanitize_overflow=False))
         for each in classes:

@@ -146,6 +146,7 @@ class Shm(Fabric):
             work()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target, source = target.detach(), source.detach()  # bytes, to a thread in which gradients are on
         self.enqueue(lambda: target.copy_(source))
 
     def write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:

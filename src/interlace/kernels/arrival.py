@@ -1,0 +1,218 @@
+"""Rows of all ranks on their way into this rank's memory, chunk by chunk, beside a product that reads them.
+
+`Arrival(x, group, chunks)` begins an all-gather whose chunks are used one after another as they come (`wait`, or the
+word that a kernel waits for).  Equals an all-gather; quicker, since copy engines take no multiprocessor from the
+product, and since it is the receiver that waits, for just the chunk that it needs.
+
+They push out of x itself into the peers' buffers, nearest first: rank r sends to r + 1, r + 2, ..., so no two ranks
+send to one at once, and a rank's rows come from r - 1, r - 2, ...  Behind each chunk goes a word, the number of the
+call, raised by the stream.  Nobody waits before sending, since buffers alternate (`kernels/workspace.py`); in turn
+every call waits for all words of all its peers.
+
+Pulling (measured, docs/notes/0012-fused-gather.md) is 4 % slower, needs the rows in symmetric memory, and a word that
+says so before the first byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from interlace.collectives import Group
+from interlace.kernels import workspace
+from interlace.layout import split
+from interlace.symmetric import Event
+
+SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
+ALIGNMENT = 256  # bytes
+WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank sends at once: `word` is raised behind it, `offset` is where it goes, in bytes of a call's half."""
+
+    peer: int
+    word: int
+    offset: int
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How `count` rows of K elements travel: each rank's in `chunks` runs, each in a slot of the receiver's buffer.
+
+    Slot (step - 1) * chunks + c holds chunk c of the rank `step` places before the receiver, and has the word of the
+    same number.
+    """
+
+    count: int
+    K: int
+    dtype: torch.dtype
+    ranks: int
+    chunks: int = 1
+
+    @property
+    def slot(self) -> int:
+        """Rows of a slot."""
+        most = -(-self.count // (self.ranks * self.chunks))
+        return max(SLOT, -(-most // SLOT) * SLOT)
+
+    @property
+    def words(self) -> int:
+        """Slots of a rank."""
+        return (self.ranks - 1) * self.chunks
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots of a call."""
+        return self.offset(self.words)
+
+    def offset(self, slot: int) -> int:
+        return slot * self.slot * self.K * self.dtype.itemsize
+
+    def rows(self, rank: int, chunk: int) -> tuple[int, int]:
+        """Rows of the whole that are this chunk."""
+        start, stop = split(self.count, self.ranks, rank)
+        first, last = split(stop - start, self.chunks, chunk)
+        return start + first, start + last
+
+    def sent(self, x_mK: Tensor, rank: int) -> Iterator[Piece]:
+        start, _ = split(self.count, self.ranks, rank)
+        for step in range(1, self.ranks):
+            for chunk in range(self.chunks):
+                slot = (step - 1) * self.chunks + chunk
+                first, last = self.rows(rank, chunk)
+                rows = x_mK[first - start : last - start]
+                yield Piece((rank + step) % self.ranks, slot, self.offset(slot), rows)
+
+    def arriving(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """(slot, source, first row, end) in the order in which they come to a rank."""
+        for step in range(1, self.ranks):
+            source = (rank - step) % self.ranks
+            for chunk in range(self.chunks):
+                yield (step - 1) * self.chunks + chunk, source, *self.rows(source, chunk)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """How they travel in slices of K: slice s of all the peers' rows lies together, [count - own, slice], by rank.
+
+    Word s * (ranks - 1) + step - 1 tells of slice s of the rank `step` places before.
+    """
+
+    count: int
+    K: int
+    dtype: torch.dtype
+    ranks: int
+    slices: int = 2
+
+    @property
+    def words(self) -> int:
+        return (self.ranks - 1) * self.slices
+
+    @property
+    def nbytes(self) -> int:
+        """Of a call: no rank has more than all rows."""
+        return sum(self._size(number) for number in range(self.slices))
+
+    def columns(self, number: int) -> tuple[int, int]:
+        """Columns of a slice; all but the last begin at multiples of 64."""
+        parts = -(-self.K // 64)
+        first, last = split(parts, self.slices, number)
+        return min(self.K, 64 * first), min(self.K, 64 * last)
+
+    def offset(self, number: int) -> int:
+        return sum(self._size(before) for before in range(number))
+
+    def _size(self, number: int) -> int:
+        first, last = self.columns(number)
+        nbytes = self.count * (last - first) * self.dtype.itemsize
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def sent(self, x_mK: Tensor, rank: int) -> Iterator[Piece]:
+        """x_mK: slices one after another, each [m slice]; see `pack`."""
+        m, begin = len(x_mK), 0
+        for number in range(self.slices):
+            first, last = self.columns(number)
+            rows = x_mK.view(-1)[m * begin : m * (begin + last - first)].view(m, last - first)
+            begin += last - first
+            for step in range(1, self.ranks):
+                peer = (rank + step) % self.ranks
+                before, _ = split(self.count, self.ranks, rank)
+                if peer < rank:
+                    start, stop = split(self.count, self.ranks, peer)
+                    before -= stop - start
+                offset = self.offset(number) + before * (last - first) * self.dtype.itemsize
+                yield Piece(peer, number * (self.ranks - 1) + step - 1, offset, rows)
+
+    def pack(self, x_mK: Tensor) -> Tensor:
+        """The slices of some rows, one after another, in the shape of x."""
+        flat = x_mK.new_empty(x_mK.numel())
+        pieces = flat.split([len(x_mK) * (last - first) for first, last in map(self.columns, range(self.slices))])
+        for number, piece in enumerate(pieces):
+            first, last = self.columns(number)
+            piece.view(len(x_mK), last - first).copy_(x_mK[:, first:last])
+        return flat.view_as(x_mK)
+
+
+class Arrival:
+    """One call's transfer: begun when made; over for the compute stream after `end`.
+
+    x_mK: this rank's rows, contiguous, unchanged until `end`.
+    """
+
+    def __init__(self, x_mK: Tensor, group: Group, op: str, plan: Chunks | Slices) -> None:
+        assert x_mK.is_contiguous()
+        self.space, self.plan, self.x_mK = workspace.of(group, op), plan, x_mK
+        half = -(-plan.nbytes // ALIGNMENT) * ALIGNMENT
+        self.space.require({"rows": 2 * half}, {"arrived": max(plan.words, WORDS * plan.ranks)})
+        self.turn = self.space.turn()
+        self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)
+        self._kept: Event | None = None
+        self._push()
+
+    def _push(self) -> None:
+        heap = self.space.heap
+        ready = heap.event()
+        with heap.stream("push"):
+            ready.wait()
+            for piece in self.plan.sent(self.x_mK, self.space.rank):
+                if piece.rows.numel():
+                    heap.copy(self.view(piece.offset, piece.rows.shape, piece.peer), piece.rows)
+                words = self.turn.words("arrived", piece.peer)
+                heap.write(words[piece.word : piece.word + 1], self.turn.number)
+            self._sent = heap.event()
+
+    def view(self, offset: int, shape: tuple[int, ...], rank: int | None = None) -> Tensor:
+        """What lies at a byte of this call's half, at this rank or a peer."""
+        return self.space.buffer("rows", rank, shape, self.plan.dtype, self._begin + offset)
+
+    def wait(self, word: int, source: int) -> None:
+        """What the current stream does next begins when that word has come."""
+        self.space.heap.wait(self.turn.words("arrived")[word : word + 1], self.turn.number, source)
+
+    def keep(self, gathered_MK: Tensor) -> None:
+        """Copies all rows of `Chunks` to `gathered_MK` beside the product, as they arrive."""
+        assert isinstance(self.plan, Chunks)
+        heap, rank, K = self.space.heap, self.space.rank, self.plan.K
+        start, stop = split(self.plan.count, self.plan.ranks, rank)
+        ready = heap.event()
+        with heap.stream("keep"):
+            ready.wait()
+            if start < stop:
+                heap.copy(gathered_MK[start:stop], self.x_mK)
+            for slot, source, first, last in self.plan.arriving(rank):
+                self.wait(slot, source)
+                if first < last:
+                    heap.copy(gathered_MK[first:last], self.view(self.plan.offset(slot), (last - first, K)))
+            self._kept = heap.event()
+
+    def end(self) -> None:
+        """The compute stream goes on when x has left and all is kept."""
+        self._sent.wait()
+        if self._kept is not None:
+            self._kept.wait()

@@ -1,0 +1,327 @@
+"""x_MK @ weight_NK.T summed over ranks, each rank keeping its rows: ways to let the sums travel under the product.
+
+Every candidate equals, with `wire` the rounding to the type that travels,
+
+    out_nN = own rows of  wire(x_0 @ w_0.T) + wire(x_1 @ w_1.T) + ... + bias        in rank order, fp32, rounded once
+
+so results repeat bit for bit.  What travels is of the input's type, as with NCCL; with "push" it is fp32.
+
+    plain     one rank's rows after the other by the library's product; each part travels by the collectives meanwhile
+    chunks    the same with copy engines, which take no multiprocessor from the product
+    chained   for 2 ranks: the library adds the own product to what has arrived, and rounds once
+    tiles     one kernel: a tile goes to its owner while the next one is computed; own rows last
+    push      one kernel for few rows: tiles go at once, as fp32, by ordinary stores
+
+Quicker than a product followed by a reduce-scatter because, of what has to travel, only the last tiles' share is left
+when the product ends.  How tiles travel and why nothing is overwritten: `ordered_tiles`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from interlace.collectives import Group
+from interlace.collectives.autograd import start_parts
+from interlace.collectives.ordered import balanced, reduce_scatter
+from interlace.kernels import workspace
+from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
+from interlace.kernels.ordered_rows import sum_rows
+from interlace.kernels.ordered_tiles import (
+    Need,
+    add_up,
+    await_tile,
+    cannot,
+    corner,
+    enter,
+    launch,
+    leave,
+    make_room,
+    open_places,
+    owned,
+    part_of,
+    send,
+    tile_for,
+)
+from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
+from interlace.layout import split
+from interlace.symmetric.device import my_rank, next_epoch
+
+OP = "matmul_reduce_scatter"
+NO_OPTIONS = Options()
+MOST_CHUNKS = 8  # of one rank's rows
+CHUNK = 16 << 20  # bytes of one rank's rows from which on 2 ranks send them in two chunks
+
+
+# --- one kernel ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["M"])
+def _reduce_scatter(
+    a, b, c, bias, out, slots, arrived, entered, epochs,
+    M, N, K, a_row, a_column, b_row, b_column, out_row, out_column, spread, region, words, heap,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr, LATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = BN // PARTS
+    epoch = next_epoch(epochs)
+    enter(entered, epoch, heap, WORLD)
+    me, programs = my_rank(heap), tl.num_programs(0)
+    half = slots + (epoch & 1).to(tl.int64) * spread
+    start = send(
+        a, b, half, arrived, epoch, tl.program_id(0), M, N, K, a_row, a_column, b_row, b_column, region, words, heap,
+        A, B, WORLD, True, LATE, BM, BN, BK, GROUP, PARTS, WIDE,
+    )  # fmt: skip
+    source = open_places(half, region, WORLD, LATE, BM, BN, WIDTH)
+    first, _, _ = corner(me, 0, M, N, WORLD, True, BM, BN, GROUP)
+    for tile in tl.range(start, owned(me, M, N, WORLD, True, BM, BN), programs):
+        row, last, column = corner(me, tile, M, N, WORLD, True, BM, BN, GROUP)
+        made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
+        await_tile(tile, arrived, epoch, words, heap, WORLD, LATE, "matmul_rs")
+        for part in tl.static_range(PARTS):
+            total = add_up(
+                part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
+                WORLD, LATE, part * WIDTH, WIDTH, BM, BN,
+            )  # fmt: skip
+            left = column + part * WIDTH
+            if BIAS:
+                total += load_bias(bias, left, N, WIDTH)
+            store_part(c, out, total, row - first, last - first, left, N, out_row, out_column, C, BM, WIDTH)
+    leave(entered, epoch, heap, WORLD, "matmul_rs")
+
+
+def _one_kernel(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: Group, out_nN: Tensor, tile: Tile | None, late: bool
+) -> None:
+    (M, K), N = _sizes(x_MK, weight_NK, group, out_nN)
+    if M == 0 or N == 0:
+        return
+    tile = tile or tile_for(OP, M, N, x_MK.dtype, group)
+    wire = x_MK.dtype if late else torch.float32
+    most = triton.cdiv(triton.cdiv(M, group.size), tile.block_m) * triton.cdiv(N, tile.block_n)
+    room = make_room(group, OP, tile, {"parts": Need(group.size - 1, most, wire)})
+    parts = room.buffers["parts"]
+    _count(group, M, N, wire)
+    a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
+    c = operand(out_nN, (tile.block_m, tile.block_n // tile.parts), ROWS)
+    kernel: Any = _reduce_scatter[(room.programs,)]
+    launch(
+        x_MK.device,
+        lambda: kernel(
+            a.argument, b.argument, c.argument, bias_N, out_nN, parts.slots, parts.arrived, room.entered, room.epochs,
+            M, N, K, a.row, a.column, b.row, b.column, out_nN.stride(0), out_nN.stride(1),
+            parts.spread, parts.region, parts.words, room.context,
+            A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size, LATE=late,
+            BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
+            PARTS=tile.parts, WIDE=widens(x_MK.dtype),
+            num_warps=tile.warps, num_stages=tile.stages,
+        ),
+    )  # fmt: skip
+
+
+# --- the library's products, and copy engines ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """One call of the candidates that move whole rows: where the parts of all ranks arrive, and what says so."""
+
+    group: Group
+    turn: workspace.Turn
+    M: int
+    N: int
+    dtype: torch.dtype
+    count: int  # chunks of a rank's rows
+
+    @classmethod
+    def begin(cls, x_MK: Tensor, N: int, group: Group, chunks: int | None) -> _Parts:
+        M, item = len(x_MK), x_MK.element_size()
+        most = triton.cdiv(M, group.size) * N * item
+        space = workspace.of(group, f"{OP}.chunks")
+        space.require({"parts": 2 * group.size * most}, {"arrived": group.size * MOST_CHUNKS})
+        count = chunks or (2 if group.size == 2 and most >= CHUNK else 1)
+        assert count <= MOST_CHUNKS
+        _count(group, M, N, x_MK.dtype)
+        return cls(group, space.turn(), M, N, x_MK.dtype, count)
+
+    def at(self, owner: int) -> Tensor:
+        """[ranks n N]: what each rank sends to an owner of n rows."""
+        space = self.turn.space
+        half = self.turn.half * (space.tensors["parts"].nbytes // 2)
+        rows = len(range(*split(self.M, self.group.size, owner)))
+        return space.buffer("parts", owner, (self.group.size, rows, self.N), self.dtype, half)
+
+    def chunks(self, owner: int) -> list[slice]:
+        """An owner's rows, of all, in pieces."""
+        low, high = split(self.M, self.group.size, owner)
+        return [
+            slice(low + start, low + stop)
+            for start, stop in (split(high - low, self.count, chunk) for chunk in range(self.count))
+        ]
+
+    def word(self, owner: int, sender: int, chunk: int) -> Tensor:
+        return self.turn.words("arrived", owner)[sender * MOST_CHUNKS + chunk]
+
+    def send(self, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor]:
+        """The others' rows, the next rank's first; a side stream takes pieces away.  Keep the result until `end`."""
+        group, heap, kept = self.group, self.turn.space.heap, []
+        for step in range(1, group.size):
+            owner = (group.rank + step) % group.size
+            begin, target = split(self.M, group.size, owner)[0], self.at(owner)[group.rank]
+            for chunk, rows in enumerate(self.chunks(owner)):
+                made = torch.mm(x_MK[rows], weight_NK.t())
+                kept.append(made)
+                ready = heap.event()
+                with heap.stream("scatter"):
+                    ready.wait()
+                    if made.numel():
+                        heap.copy(target[rows.start - begin : rows.stop - begin], made)
+                    heap.write(self.word(owner, group.rank, chunk), self.turn.number)
+        return kept
+
+    def wait(self, chunk: int) -> None:
+        """For this chunk, and so for the ones before it, of the own rows from all others."""
+        group = self.group
+        for step in range(1, group.size):
+            peer = (group.rank + group.size - step) % group.size
+            self.turn.space.heap.wait(self.word(group.rank, peer, chunk), self.turn.number, peer)
+
+    def end(self) -> None:
+        """What the side stream reads may change."""
+        heap = self.turn.space.heap
+        with heap.stream("scatter"):
+            done = heap.event()
+        done.wait()
+
+
+def _chunks(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
+    if M == 0 or N == 0:
+        return
+    parts = _Parts.begin(x_MK, N, group, options.chunks)
+    kept = parts.send(x_MK, weight_NK)
+    here = parts.at(group.rank)
+    own = here[group.rank]
+    torch.mm(x_MK[slice(*split(M, group.size, group.rank))], weight_NK.t(), out=own)
+    parts.wait(parts.count - 1)
+    target = out_nN if out_nN.is_contiguous() else torch.empty_like(own)
+    sum_rows(own.view(-1), here.view(group.size, -1), group.rank, target.view(-1), bias=bias_N)
+    if target is not out_nN:
+        out_nN.copy_(target)
+    parts.end()
+    del kept
+
+
+def _chained(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
+    if M == 0 or N == 0:
+        return
+    parts = _Parts.begin(x_MK, N, group, options.chunks)
+    kept = parts.send(x_MK, weight_NK)
+    first = split(M, group.size, group.rank)[0]
+    received = parts.at(group.rank)[1 - group.rank]
+    for chunk, rows in enumerate(parts.chunks(group.rank)):
+        parts.wait(chunk)
+        here = slice(rows.start - first, rows.stop - first)
+        if rows.start < rows.stop:
+            torch.addmm(received[here], x_MK[rows], weight_NK.t(), out=out_nN[here])
+    parts.end()
+    del kept
+
+
+# --- plain, and what all share ---------------------------------------------------------------------------------------
+
+
+def _plain(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
+    if bias_N is None:
+        rows = [slice(*split(M, group.size, rank)) for rank in range(group.size)]
+
+        def product(rank: int, out: Tensor | None) -> Tensor:
+            return torch.mm(x_MK[rows[rank]], weight_NK.t(), out=out)
+
+        out_nN.copy_(start_parts(product, (len(out_nN), N), x_MK.dtype, group, "scatter").wait())
+        return
+    made = torch.mm(x_MK, weight_NK.t()).view(-1)
+    wide = torch.float32 if made.dtype.itemsize == 2 else made.dtype
+    sizes = [rows * N for rows in balanced(M, group.size)]
+    total = made.new_empty(out_nN.shape, dtype=wide)
+    reduce_scatter(made, group, sizes=sizes, out=total.view(-1), name="scatter").wait()
+    out_nN.copy_(total.add_(bias_N))
+
+
+def _tiles(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    _one_kernel(x_MK, weight_NK, bias_N, group, out_nN, options.tile, late=True)
+
+
+def _push(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    _one_kernel(x_MK, weight_NK, bias_N, group, out_nN, options.tile, late=False)
+
+
+def _sizes(x_MK: Tensor, weight_NK: Tensor, group: Group, out_nN: Tensor) -> tuple[tuple[int, int], int]:
+    (M, K), N = x_MK.shape, len(weight_NK)
+    assert weight_NK.shape == (N, K) and x_MK.dtype == weight_NK.dtype == out_nN.dtype
+    assert out_nN.shape == (len(range(*split(M, group.size, group.rank))), N), out_nN.shape
+    return (M, K), N
+
+
+def _count(group: Group, M: int, N: int, wire: torch.dtype) -> None:
+    """Tells the meter what this rank sends."""
+    own = len(range(*split(M, group.size, group.rank)))
+    group.meter.count("reduce_scatter", group.axis, (M - own) * N * wire.itemsize)
+
+
+def _not_chained(problem: Problem, device: torch.device) -> str | None:
+    if problem.world > 2:
+        return f"it adds the own product last, which is the order of 2 ranks, not of {problem.world}"
+    if problem.bias:
+        return "the library's product has one term to add, and that is what has arrived"
+    return cannot(problem, device)
+
+
+PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _plain))
+CHUNKS = register(Candidate("chunks", OP, False, cannot, _chunks))
+CHAINED = register(Candidate("chained", OP, False, _not_chained, _chained))
+TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
+PUSH = register(Candidate("push", OP, True, cannot, _push))

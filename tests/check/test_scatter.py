@@ -1,0 +1,39 @@
+"""The fused products whose sums travel, in many orders: no race, no deadlock, the right sum."""
+
+from __future__ import annotations
+
+import pytest
+from scatter_launches import COPIED, HALVES, WAYS, launch
+
+from interlace.check import explore
+
+SPACE = 1 << 18
+
+
+@pytest.mark.parametrize(("op", "name"), WAYS)
+def test_one_kernel(op: str, name: str) -> None:
+    """Two programs a rank; replays of what a graph would hold."""
+    verdict = explore(launch(op, name), ranks=2, schedules=5, replays=1, nbytes=SPACE)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(("op", "name"), WAYS)
+def test_sizes_that_change(op: str, name: str) -> None:
+    """Smaller and larger calls in turn over the same memory, of three ranks, some without rows, tiles in halves."""
+    sizes = ((33, 40), (2, 16), (5, 40), (1, 8))
+    verdict = explore(launch(op, name, sizes, tile=HALVES), ranks=3, schedules=4, nbytes=SPACE)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(("op", "name"), COPIED)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_copy_engines(op: str, name: str, in_memory: bool) -> None:
+    sizes = ((21, 24), (3, 8), (1, 40), (21, 24))
+    verdict = explore(launch(op, name, sizes, in_memory=in_memory), ranks=2, schedules=5, nbytes=SPACE)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(("op", "name"), WAYS)
+def test_every_wait_ends_when_a_rank_stops(op: str, name: str) -> None:
+    verdict = explore(launch(op, name), ranks=3, schedules=3, stop=True, nbytes=SPACE)
+    assert verdict.ok, verdict

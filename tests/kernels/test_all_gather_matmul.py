@@ -1,0 +1,141 @@
+"""Products of rows that are gathered meanwhile, every way of it, between processes in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.errors import ConfigError
+from interlace.kernels.arrival import Chunks, Slices
+from interlace.kernels.candidate import Problem, choose, forced
+
+RANKS = "rank_functions_gather"
+ALL = ["plain", "chunks", "chained", "persistent", "push"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_values(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(f"{RANKS}:values", ranks, {"names": ALL}, timeout=110.0) == [7 * len(ALL)] * ranks
+
+
+def test_repeated_on_two_groups_with_late_ranks(run_ranks: Callable[..., list[Any]]) -> None:
+    argument = {"names": ["chunks", "persistent", "push"], "rounds": 20}
+    assert run_ranks(f"{RANKS}:repeated", 2, argument, timeout=110.0) == [20, 20]
+
+
+def test_calls_counted_in_memory(run_ranks: Callable[..., list[Any]]) -> None:
+    run_ranks(f"{RANKS}:counted_in_memory", 2, {"names": ["chunks", "chained", "persistent", "push"]}, timeout=110.0)
+
+
+def test_gradients(run_ranks: Callable[..., list[Any]]) -> None:
+    pairs = [["plain", "plain"], ["chunks", "chunks"], ["persistent", "tiles"]]
+    assert run_ranks(f"{RANKS}:gradients", 3, {"pairs": pairs}, timeout=110.0) == [9] * 3
+
+
+def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
+    for growth, type_ in run_ranks(f"{RANKS}:refusals", 2, {}, timeout=110.0):
+        assert "make one call with these sizes before the capture" in growth
+        assert type_ == '"persistent" for all_gather_matmul: no kernel for torch.float64; take "plain".'
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 5, 1000])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_row_has_one_slot_and_what_is_sent_is_what_arrives(ranks: int, count: int, chunks: int) -> None:
+    plan = Chunks(count, 24, torch.float32, ranks, chunks)
+    rows = [torch.arange(count * 24.0).view(count, 24)[slice(*_whole(plan, rank))] for rank in range(ranks)]
+    for rank in range(ranks):
+        coming = list(plan.arriving(rank))
+        assert [slot for slot, *_ in coming] == list(range(plan.words))
+        seen = [row for _, _, first, last in coming for row in range(first, last)]
+        assert sorted([*seen, *range(*_whole(plan, rank))]) == list(range(count))
+        for slot, source, first, last in coming:
+            (piece,) = [p for p in plan.sent(rows[source], source) if p.peer == rank and p.word == slot]
+            assert piece.offset == plan.offset(slot)
+            assert torch.equal(piece.rows, torch.arange(count * 24.0).view(count, 24)[first:last])
+            assert piece.offset + piece.rows.numel() * 4 <= plan.nbytes
+
+
+def _whole(plan: Chunks, rank: int) -> tuple[int, int]:
+    return plan.rows(rank, 0)[0], plan.rows(rank, plan.chunks - 1)[1]
+
+
+@pytest.mark.parametrize("K", [1, 64, 200, 513])
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_fill_their_memory_without_gaps(K: int, slices: int) -> None:
+    ranks, count = 3, 8
+    plan = Slices(count, K, torch.float32, ranks, slices)
+    x = torch.arange(float(count * K)).view(count, K)
+    shares = [x[0:3], x[3:6], x[6:8]]
+    for rank in range(ranks):
+        memory = torch.full((plan.nbytes // 4,), float("nan"))
+        words = set()
+        for source in {*range(ranks)} - {rank}:
+            for piece in plan.sent(plan.pack(shares[source]), source):
+                if piece.peer == rank:
+                    begin = piece.offset // 4
+                    memory[begin : begin + piece.rows.numel()] = piece.rows.reshape(-1)
+                    words.add(piece.word)
+        assert words == {*range(plan.words)}
+        others = torch.cat([share for source, share in enumerate(shares) if source != rank])
+        for number in range(slices):
+            first, last = plan.columns(number)
+            begin = plan.offset(number) // 4
+            found = memory[begin : begin + others[:, first:last].numel()].view(len(others), last - first)
+            assert torch.equal(found, others[:, first:last])
+
+
+def test_a_choice_on_a_cpu_is_plain_and_a_wrong_name_is_said() -> None:
+    problem = Problem("all_gather_matmul", 8, 8, 8, torch.float32, 2)
+    assert choose(problem, torch.device("cpu")).name == "plain"
+    with pytest.raises(ConfigError, match='no operation has a candidate "persistant"; did you mean "persistent"'):
+        forced("persistant").__enter__()
+    with forced("chunks"), forced("tiles"):  # another operation's: the outer one counts
+        with pytest.raises(
+            ConfigError, match=r'"chunks" for all_gather_matmul: .* TRITON_INTERPRET=1 .*; take "plain"'
+        ):
+            choose(problem, torch.device("cpu"))
+        with forced("plain"):
+            assert choose(problem, torch.device("cpu")).name == "plain"
+
+
+def on_gpus(function: str, argument: dict[str, Any] | None = None, ranks: int = 2) -> list[Any]:
+    from interlace import launch
+
+    return launch.run_local(f"{RANKS}_gpu:{function}", ranks, argument or {}, device="cuda", timeout=110.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu(ranks: int) -> None:
+    from interlace.symmetric.cuda import on_one_gpu
+    from rank_functions_gather_gpu import sharing_a_gpu
+
+    assert on_one_gpu(sharing_a_gpu, ranks, nbytes=1 << 26, timeout=20.0) == [24] * ranks
+
+
+@pytest.mark.gpu2
+def test_values_on_two_gpus() -> None:
+    first, second = on_gpus("values")
+    assert first == second == 64
+
+
+@pytest.mark.gpu2
+def test_a_thousand_calls_of_each_on_two_gpus() -> None:
+    """Changing rows and chunks, two groups on two streams, late ranks; then two streams of one group."""
+    assert on_gpus("thousand", {"names": ["chunks", "chained", "persistent", "push"]}) == [4000, 4000]
+    assert on_gpus("interleaved_streams") == [100, 100]
+
+
+@pytest.mark.gpu2
+def test_graphs_replay_on_two_gpus() -> None:
+    assert on_gpus("replays", {"names": ["chunks", "chained", "persistent", "push"]}) == [200, 200]
+
+
+@pytest.mark.gpu2
+def test_gradients_on_two_gpus() -> None:
+    pairs = [["persistent", "tiles"], ["chunks", "chunks"], ["push", "push"]]
+    assert on_gpus("gradients", {"pairs": pairs}) == [18, 18]
