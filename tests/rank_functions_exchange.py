@@ -178,3 +178,34 @@ def refused(world: World) -> list[str]:
     compare(layer.run(few), layer.run(few, fused=False), 1e-5, "and again")
     workspace.release(layer.group)
     return said
+
+
+def graphs(world: World, D: int, F: int, owners: list[int], k: int, tokens: int) -> bool:
+    """Forward and backward captured in a CUDA graph, replayed with other tokens and experts each time."""
+    layer = Layer(world, owners, k, D, F, torch.float32)
+    given = [layer.given(world.rank, tokens, seed, owners[0] if seed == 2 else None) for seed in range(4)]
+    x, weights, chosen, dy = (each.to(world.device) for each in given[0])
+    leaves = layer.leaves(x, weights, [each[layer.mine] for each in layer.factors])
+
+    def step() -> Tensors:
+        y = layer.exchange(*leaves[:2], chosen, *leaves[2:])
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = step()
+    for number, each in enumerate(given[1:]):
+        with torch.no_grad():
+            for into, of in zip((leaves[0], leaves[1], chosen, dy), each, strict=True):
+                into.copy_(of)
+        graph.replay()
+        compare(made, layer.run(each, fused=False), 1e-5, f"replay {number}")
+    workspace.check(layer.group)
+    del graph
+    workspace.release(layer.group)
+    return True

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from interlace import launch
 from interlace.collectives import Group, Meter
 from interlace.errors import ConfigError
+from interlace.kernels import expert_rows
 from interlace.kernels.expert_exchange import ExpertExchange
 from interlace.symmetric import SymmetricHeap
 
@@ -84,6 +90,31 @@ def test_ranks_that_share_a_gpu(sizes: tuple[int, int]) -> None:
     assert on_one_gpu(run, 2, nbytes=1 << 22) == [True, True]
 
 
+def test_rows_move_16_bytes_at_a_time_and_are_released_after_a_barrier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the dispatch compiles to for a Hopper GPU, on any machine."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = expert_rows.send_only
+    constants = {"WEIGHTED": False, "CLEARED": False, "PIECE": 32, "BLOCK": 128, "ROWS": 8, "COLUMNS": 1024}
+    constants |= {"XP": 8, "LP": 4, "WP": 2}
+    kinds = {"x": "*bf16", "slots": "*bf16", "weights": "*fp32", "factors": "*fp32", "heap": "*i64"}
+    numbers = ("k", "D", "X", "first_expert", "L")
+    signature = {
+        name: "constexpr" if name in constants else kinds.get(name, "i32" if name in numbers else "*i32")
+        for name in kernel.arg_names
+    }
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in (*kinds, "D")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    lines = [line.strip() for line in made.asm["ptx"].splitlines()]
+    moves = [line for line in lines if re.search(r"(ld|st)\.global\.v4|bar\.sync|atom\.global\.sys\.release", line)]
+    release = next(at for at, line in enumerate(moves) if "atom" in line)
+    assert "bar.sync" in moves[release - 1]
+    assert sum("ld.global.v4" in line for line in moves) >= 4  # 64 bytes a thread on their way at once
+    assert sum("st.global.v4" in line for line in moves) >= 4
+
+
 def two_gpus(function: str, argument: dict[str, Any] | None = None) -> list[Any]:
     return launch.run_local(f"{RANKS}:{function}", 2, argument or {}, device="cuda", timeout=110.0)
 
@@ -105,3 +136,9 @@ def test_on_two_gpus_in_half_precision(D: int, F: int) -> None:
 @pytest.mark.gpu2
 def test_two_groups_and_too_small_a_capacity_on_two_gpus() -> None:
     assert two_gpus("interleaved") == [True, True]
+
+
+@pytest.mark.gpu2
+def test_graphs_on_two_gpus_replay_with_other_tokens() -> None:
+    argument = {"D": 96, "F": 72, "owners": [3, 2], "k": 2, "tokens": 130}
+    assert two_gpus("graphs", argument) == [True, True]
