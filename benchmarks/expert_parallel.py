@@ -86,7 +86,7 @@ class Bench:
         self.owners = [row.experts // world.size] * world.size
         tuning = default_tuning(self.dtype, row.hidden)
         wanted = {key: given[key] for key in ("movers", "piece") if given[key]}
-        tuning = replace(tuning, **wanted, **({"piece": 32} if row.kind == "rows" and not wanted.get("piece") else {}))
+        tuning = replace(tuning, **wanted, **({"piece": 16} if row.kind == "rows" and not wanted.get("piece") else {}))
         tuning = replace(tuning, piece=min(tuning.piece, tuning.block))
         self.exchange = ExpertExchange(self.group, self.owners, tuning=tuning)
         self.apart = ExpertExchange(self.group, self.owners, tuning=replace(tuning, overlap=False))

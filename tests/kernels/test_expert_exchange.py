@@ -31,7 +31,7 @@ def test_three_ranks_with_uneven_experts_and_tokens(run_ranks: Run) -> None:
 
 
 def test_two_ranks_with_several_blocks_of_an_expert(run_ranks: Run) -> None:
-    argument = {"owners": [1, 2], "k": 1, "D": 34, "F": 18, "counts": [[25, 19]]}
+    argument = {"owners": [1, 2], "k": 1, "D": 34, "F": 35, "counts": [[18, 15]]}
     assert run_ranks(f"{RANKS}:against_one_process", 2, argument) == [["0"]] * 2
 
 

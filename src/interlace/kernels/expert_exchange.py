@@ -15,9 +15,10 @@ repeated call has the same bits.
 Memory: slots for `capacity` rows, by default all that could come.  A smaller one is checked on the device: the rows
 that find no room are not sent, y is not a number, and the next call, backward or `check()` raises ResourceError.
 
-A token is sent once for each of its choices, not once for each of its owners.  The latter halves the bytes at k = 2
-over 2 ranks and less over more; it would need products that gather rows, which descriptors (TMA) on Hopper cannot, and
-a tile of any expert would wait for all tokens instead of for the first.
+A token is sent once for each of its choices, not once for each of its owners.  The latter, with even routing, would
+save 25 % of the bytes at k = 2 over 2 ranks, 75 % at k = 8 over 2 and 34 % at k = 8 over 8.  It was not tried: the
+products would have to gather their rows, which descriptors (TMA) on Hopper cannot, or a copy at the owner would have to
+spread them, and a tile of any expert would wait for tokens of all places instead of for its own.
 """
 
 from __future__ import annotations
@@ -256,6 +257,10 @@ class Steps:
             return self.tuning.programs
         return self.space.places(1 << 10)
 
+    def pairs(self) -> int:
+        """Programs of a launch that only moves rows: two fit on a multiprocessor, and wait there together."""
+        return self.tuning.programs or 2 * self.programs()
+
     def movers(self) -> int:
         if not self.tuning.overlap:
             return 0
@@ -274,7 +279,7 @@ class Steps:
         """Counts, exchanges the counts, and makes the table."""
         X, XP, count = self.exchange.experts, self.sized["XP"], experts_Nk.numel()
         sub = min(self.tuning.choices, max(16, 8192 // XP))
-        loops = max(1, triton.cdiv(count, 64 * sub))
+        loops = max(1, triton.cdiv(count, 128 * sub))
         programs = max(1, triton.cdiv(count, loops * sub))
         integers = {"dtype": torch.int32}
         places, order = self._new(max(1, count), **integers), self._new(max(1, count), **integers)
@@ -316,7 +321,7 @@ class Steps:
     def send(self, x_ND: Tensor, call: Call, weights_Nk: Tensor | None = None) -> Tensor:
         """The dispatch by itself, with weights if given: the slots, once all rows of this rank's experts are there."""
         word, weighted = self.word, weights_Nk is not None
-        expert_rows.send_only[(1 if is_interpreted() and self.tuning.movers < 2 else self.programs(),)](
+        expert_rows.send_only[(1 if is_interpreted() and self.tuning.movers < 2 else self.pairs(),)](
             x_ND, x_ND if weights_Nk is None else weights_Nk, call.order, self.slots, self.choices, self.factors,
             word["arrived"], word["ready"], word["epochs"], call.table, self.owner, self.sequence, call.k, self.D,
             *self._place(), self.heap,
@@ -327,7 +332,7 @@ class Steps:
 
     def give_back(self, made_CD: Tensor, call: Call, partial: Tensor | None = None) -> None:
         """The combine's way back by itself: rows `made`, slot by slot, to where their tokens are."""
-        expert_rows.return_only[(self.programs(),)](
+        expert_rows.return_only[(self.pairs(),)](
             made_CD, made_CD if partial is None else partial, self.returned, self.shares, self.choices, call.words[2:],
             self.word["back"], call.table, 0 if partial is None else len(partial), self.D, self._place()[0],
             self.capacity, *self._place()[1:], self.heap,
@@ -351,7 +356,7 @@ class Steps:
     def keep(self, call: Call) -> Tensor:
         """A copy of the slots in ordinary memory."""
         kept = self._new(self.capacity, self.D)
-        expert_rows.keep_rows[(self.programs(),)](
+        expert_rows.keep_rows[(self.pairs(),)](
             self.slots, kept, call.table, self.D, *self._place(), self.heap,
             BLOCK=self.tuning.block, ROWS=self.tuning.rows, COLUMNS=self.tuning.columns, LP=self.sized["LP"],
             num_warps=8,
