@@ -47,6 +47,8 @@ class Layer:
         x, dy = (torch.randn(tokens, self.D, generator=made) for _ in range(2))
         weights = torch.rand(tokens, self.k, generator=made)
         chosen = torch.rand(tokens, most or self.X, generator=made).argsort(dim=1)[:, : self.k].contiguous()
+        if seed % 2:
+            chosen[::3, 0] = self.X  # dropped
         return x, weights, chosen, dy
 
     def leaves(self, x: torch.Tensor, weights: torch.Tensor, experts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,7 +80,10 @@ class Layer:
         leaves = [each.detach().clone().requires_grad_() for each in (x, weights, *self.factors)]
         x, weights, gate, up, down = leaves
         h = torch.nn.functional.silu(torch.einsum("nd,efd->nef", x, gate)) * torch.einsum("nd,efd->nef", x, up)
-        made = torch.einsum("nef,edf->ned", h, down).gather(1, chosen[..., None].expand(-1, -1, self.D))
+        made = torch.einsum("nef,edf->ned", h, down)
+        made = torch.cat([made, made.new_zeros(len(made), 1, self.D)], dim=1).gather(
+            1, chosen[..., None].expand(-1, -1, self.D)
+        )
         y = (made * weights[..., None]).sum(dim=1)
         dx, dweights, *rest = torch.autograd.grad(y, leaves, dy)
         first = sum(len(each[0]) for each in everyone[: self.world.rank])
@@ -163,7 +168,7 @@ def refused(world: World) -> list[str]:
     few = layer.given(world.rank, 2, 0)
     compare(layer.run(few), layer.run(few, fused=False), 1e-5, "few rows find room")
     layer.exchange.check()
-    many = layer.given(world.rank, 40, 1, 2)  # all to rank 0
+    many = layer.given(world.rank, 40, 2, 2)  # all to rank 0
     x, weights, chosen, _ = many
     with torch.no_grad():
         given = layer.leaves(x, weights, [each[layer.mine] for each in layer.factors])

@@ -141,7 +141,10 @@ class ExpertExchange:
         up_LFD: Tensor,
         down_LDF: Tensor,
     ) -> Tensor:
-        """y [N D]: tokens x with the weights and numbers of their experts; gate, up, down: of this rank's experts."""
+        """y [N D]: tokens x with the weights and numbers of their experts; gate, up, down: of this rank's experts.
+
+        Number X (of all experts) is no expert: such a choice, which a router has dropped, stays here and adds nothing.
+        """
         self._refuse(x_ND, weights_Nk, experts_Nk, gate_LFD, up_LFD, down_LDF)
         if not self.is_fused:
             return plain(x_ND, weights_Nk, experts_Nk, gate_LFD, up_LFD, down_LDF, self.group, self.owners)
@@ -346,7 +349,7 @@ class Steps:
         if call.tokens:
             rows = 4
             expert_rows.sum_rows[(triton.cdiv(call.tokens, rows),)](
-                self.returned, self.shares, y_ND if weights_Nk is None else weights_Nk, y_ND, shares_Nk,
+                self.returned, self.shares, y_ND if weights_Nk is None else weights_Nk, call.keep[0], y_ND, shares_Nk,
                 self.word["due"], self.word["back"], call.table, call.tokens, call.k, self.D, self.exchange.experts,
                 self.capacity, self.heap,
                 WEIGHTED=weights_Nk is not None, SHARED=shared, ROWS=rows, COLUMNS=self.tuning.columns, num_warps=4,

@@ -30,24 +30,26 @@ def plain(
 ) -> Tensor:
     """The weighted sum of what its k experts make of each token, added in their order in fp32, rounded once: [N D].
 
-    owners: how many experts each rank of the group holds, in order; gate, up and down are those of this rank.
+    owners: how many experts each rank of the group holds, in order; gate, up and down are those of this rank.  A choice
+    of number X (of all experts) is of no expert: it stays here and adds nothing.
     """
     k, X, ranks = experts_Nk.shape[1], sum(owners), group.size
     chosen_R = experts_Nk.flatten()
     order_R = chosen_R.argsort(stable=True)
     ones = torch.ones_like(chosen_R)
-    counts_X = ones.new_zeros(X).scatter_add_(0, chosen_R, ones)
+    counts_X = ones.new_zeros(X + 1).scatter_add_(0, chosen_R, ones)[:X].contiguous()
     counts_WX = all_gather(counts_X, group, name="expert counts").wait().view(ranks, X)
     sent = [int(part.sum()) for part in counts_X.split(list(owners))]
     first = sum(owners[: group.rank])
     taken_WL = counts_WX[:, first : first + owners[group.rank]]
     taken = taken_WL.sum(dim=1).tolist()
-    rows_RD = x_ND.repeat_interleave(k, dim=0).index_select(0, order_R)
+    rows_RD = x_ND.repeat_interleave(k, dim=0).index_select(0, order_R[: sum(sent)])
     theirs_SD = swap(rows_RD, group, sent, taken, "dispatch")
     local_S = torch.arange(taken_WL.shape[1], device=x_ND.device).repeat(ranks)
     by_expert_S = local_S.repeat_interleave(taken_WL.flatten(), output_size=sum(taken)).argsort(stable=True)
     made_SD = gated(theirs_SD.index_select(0, by_expert_S), taken_WL.sum(dim=0), gate_LFD, up_LFD, down_LDF)
     back_RD = swap(made_SD.index_select(0, by_expert_S.argsort()), group, taken, sent, "combine")
+    back_RD = torch.cat([back_RD, back_RD.new_zeros(len(order_R) - sum(sent), x_ND.shape[1])])
     made_NkD = back_RD.index_select(0, order_R.argsort()).view(len(x_ND), k, x_ND.shape[1])
     total_ND = made_NkD[:, 0].float() * weights_Nk[:, 0, None]
     for choice in range(1, k):

@@ -7,8 +7,9 @@
     base_es = start_e + sum over ranks s' < s of counts_WX[s', e]
 
 A rank's rows lie at their expert's owner in slots base_es, base_es + 1, ...: by expert, then by the rank they come
-from, then by (token, choice).  An expert begins at a whole block, so that no tile of a product and no flag has rows of
-two.  What follows from the counts is the table (`Table`), one per call, which backward uses again.
+from, then by (token, choice).  A choice of number X is of no expert, and has no place.  An expert begins at a whole
+block, so that no tile of a product and no flag has rows of two.  What follows from the counts is the table, one per
+call, which backward uses again.
 
 Quicker than a sort and a collective because the host is never asked: two launches, the counts travel between them.
 Counts lie in two halves in turn: a peer may be one call ahead, and no more, since every call waits for all.
@@ -95,8 +96,8 @@ def place_choices(
     else:
         for step in range(loops):
             at = (program * loops + step) * SUB + tl.arange(0, SUB)
-            inside = at < choices
-            expert = tl.load(experts + at, mask=inside, other=0).to(tl.int32)
+            expert = tl.load(experts + at, mask=at < choices, other=-1).to(tl.int32)
+            inside = (expert >= 0) & (expert < X)
             first = tl.load(begins + expert, mask=inside, other=0)
             first += tl.load(tallies + program * X + expert, mask=inside, other=0)
             tl.store(order + first + tl.load(places + at, mask=inside, other=0), at, mask=inside)

@@ -170,10 +170,10 @@ def return_rows(
 
 @triton.jit(do_not_specialize=["tokens"])
 def sum_rows(
-    returned, shares, weights, y, shares_out, due, back, table, tokens, k, D, X, capacity, heap,
+    returned, shares, weights, experts, y, shares_out, due, back, table, tokens, k, D, X, capacity, heap,
     WEIGHTED: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens D]; not a number where an owner had no room for all rows."""
+    """y [tokens D]; not a number where an owner had no room for all rows.  Choices of no expert add nothing."""
     ranks = world(heap)
     for rank in range(ranks):
         wait_until(back + rank, tl.load(due + rank), rank, heap, "expert_back")
@@ -182,7 +182,8 @@ def sum_rows(
     inside = token < tokens
     if SHARED:
         for choice in range(k):
-            share = tl.load(shares + token * k + choice, mask=inside)
+            chosen = inside & (tl.load(experts + token * k + choice, mask=inside, other=0) < X)
+            share = tl.load(shares + token * k + choice, mask=chosen, other=0.0)
             tl.store(shares_out + token * k + choice, tl.where(spoilt, float("nan"), share), mask=inside)
     for left in range(0, D, COLUMNS):
         column = left + tl.arange(0, COLUMNS)[None, :]
@@ -190,7 +191,8 @@ def sum_rows(
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for choice in range(k):
             row = (token.to(tl.int64) * k + choice)[:, None] * D
-            value = tl.load(returned + row + column, mask=mask, other=0.0).to(tl.float32)
+            chosen = tl.load(experts + token * k + choice, mask=inside, other=0) < X
+            value = tl.load(returned + row + column, mask=mask & chosen[:, None], other=0.0).to(tl.float32)
             if WEIGHTED:
                 value *= tl.load(weights + token * k + choice, mask=inside, other=0.0).to(tl.float32)[:, None]
             total += value
