@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 from interlace.kernels.candidate import Tile
 
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gemm_core.py"
 LLAMA = [  # (N, K) of one rank: 8B at tp=2 and 8, 70B at tp=2 and 8; qkv, attention output, gate and up, down
     (3072, 4096), (4096, 2048), (14336, 4096), (4096, 7168), (768, 4096), (4096, 512), (3584, 4096), (4096, 1792),
     (5120, 8192), (8192, 4096), (28672, 8192), (8192, 14336), (1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584),
@@ -70,3 +75,18 @@ def test_the_same_bits_again() -> None:
 
     x, w = torch.randn(1000, 512, device="cuda").half(), torch.randn(700, 512, device="cuda").half()
     assert torch.equal(matmul(x, w), matmul(x, w))
+
+
+def test_the_benchmark_checks_times_and_keeps_rows_of_earlier_calls(tmp_path: Path) -> None:
+    out = tmp_path / "core.md"
+    out.write_text("| 33 x 16 x 40 | old |\n| 1 x 2 x 3 | kept |\n\n- `an earlier call`\n")
+    command = [sys.executable, str(BENCHMARK), "--smoke", "--rounds", "1", "--out", str(out)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "WRONG" not in done.stdout
+    text = out.read_text()
+    assert text.count("| 33 x 16 x 40 |") == text.count("| 5 x 18 x 24 |") == 1
+    assert "| 1 x 2 x 3 | kept |" in text
+    assert "old" not in text
+    assert "- `an earlier call`\n- `benchmarks/gemm_core.py" in text

@@ -14,7 +14,8 @@ Every call waits for all of its peers, also where it has nothing to multiply, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -397,8 +398,27 @@ def _always(problem: Problem, device: torch.device) -> str | None:
     return None
 
 
+def _among_several(run: Callable[..., None]) -> Callable[..., None]:
+    """A group of one has nothing to gather."""
+
+    @functools.wraps(run)
+    def either(
+        x_mK: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        group: Group,
+        count: int,
+        out: Sequence[Tensor],
+        gathered: Tensor | None = None,
+        options: Options = NO_OPTIONS,
+    ) -> None:
+        (plain if group.size == 1 else run)(x_mK, weights, biases, group, count, out, gathered, options)
+
+    return either
+
+
 register(Candidate("plain", OP, False, _always, plain))
-register(Candidate("chunks", OP, False, _needs_symmetric, chunks))
-register(Candidate("chained", OP, False, _needs_kernel, chained))
-register(Candidate("persistent", OP, True, _needs_kernel, persistent))
-register(Candidate("push", OP, True, _needs_few, push))
+register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks)))
+register(Candidate("chained", OP, False, _needs_kernel, _among_several(chained)))
+register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent)))
+register(Candidate("push", OP, True, _needs_few, _among_several(push)))

@@ -194,19 +194,19 @@ def programs(device: torch.device, tiles: int) -> int:
 
 
 def default_tile(problem: Problem) -> Tile:
-    """A tile for a shape that nobody has tuned: the fewest full rounds of 132 programs decide between wide and square.
+    """A tile for a shape that nobody has tuned: wide or square, whichever needs less of 132 multiprocessors' rounds.
 
-    From the table of one H200 in docs/notes/0012-fused-gather.md.
+    The tiles are those that won most often on one H200 (docs/notes/0012-fused-gather.md).
     """
     M, N = problem.M, problem.N
     if problem.dtype == torch.float32:
-        return Tile(64, 64, 32, 8, 4, 2, False)
+        return Tile(64, 64, 32, 8, 8, 2, False)
     if M <= 64:
         return Tile(16 if M <= 16 else 64, 64, 128, 8, 4, 4, False)
     if M <= 128 or N <= 128:
-        return Tile(64 if M <= 64 else 128, 64, 64, 8, 4, 4)
-    wide, square = (_rounds(M, N, 128, 256) * 2, _rounds(M, N, 128, 128) * 1.08)
-    return Tile(128, 256, 64, 8, 8, 3) if wide <= square else Tile(128, 128, 64, 8, 8, 4)
+        return Tile(128, 64, 64, 8, 4, 5)
+    wide, square = 2 * _rounds(M, N, 128, 256), 1.08 * _rounds(M, N, 128, 128)
+    return Tile(128, 256, 64, 8, 8, 4, True, 2) if wide <= square else Tile(128, 128, 64, 8, 8, 5)
 
 
 def _rounds(M: int, N: int, block_m: int, block_n: int, places: int = 132) -> int:
