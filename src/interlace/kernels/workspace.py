@@ -199,6 +199,7 @@ class Workspace:
         if self.device.type != "cuda":
             return
         if self._is_captured():  # a capture orders its own calls, and may not wait for what is outside
+            self.counts_in_memory = True  # replays need this heap as long as the graph lives
             return
         stream, last = torch.cuda.current_stream(self.device), self._order.stream
         if last is not None and last != stream:
