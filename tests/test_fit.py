@@ -227,6 +227,14 @@ def test_model_states_by_zero_stage() -> None:
     assert estimate(sgd, sgd.plan).optimizer == 0
 
 
+def test_biases_of_routers_are_kept_in_fp32_on_every_rank() -> None:
+    for plan, layers in (("dp=4 zero=3", 8), ("pp=2", 4), ("tp=4", 8)):
+        experts = ("model.num_experts=6", "model.expert_ffn_size=32", "parallel.plan=" + plan)
+        plain, biased = (tiny(plan, *experts, f"model.router_bias={asked}") for asked in ("false", "true"))
+        found = estimate(biased, biased.plan).parameters - estimate(plain, plain.plan).parameters
+        assert found == 4 * 6 * layers, plan
+
+
 def test_units_in_flight() -> None:
     V, D, block = 128256, 4096, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     config = eight_billion("dp=8 zero=3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,16 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 8}
+DOTS1 = {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+EXPERTS = {"num_experts": 4, "expert_ffn_size": 8}
+BIASED = EXPERTS | {
+    "qk_norm": True,
+    "router_scores": "sigmoid",
+    "router_bias": True,
+    "router_top_groups": 1,
+    "experts_per_token": 1,
+    "shared_ffn_size": 16,
+}
 
 
 def test_five_real_files_are_here() -> None:
@@ -175,6 +186,22 @@ def test_windows_of_qwen3() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers must be [] or absent, found [0]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        (
+            {"model_type": "deepseek_v3"},
+            "model_type deepseek_v3 has latent attention (kv_lora_rank), which this decoder does not do; routers like "
+            "its own are read from model_type dots1",
+        ),
+        ({"model_type": "dots1"}, "lacks n_routed_experts, num_experts_per_tok"),
+        (DOTS1 | {"first_k_dense_replace": 1}, "first_k_dense_replace must be 0 or absent, found 1"),
+        (DOTS1 | {"n_group": 3}, "model.router_groups must divide num_experts 8, found 3: nearest is 2"),
+        (
+            {"model_type": "qwen2_moe", "use_sliding_window": True},
+            "use_sliding_window of model_type qwen2_moe needs layer_types, found none",
+        ),
+        (
+            {"model_type": "mixtral", "router_jitter_noise": 0.1},
+            "router_jitter_noise must be 0 or absent, found 0.1",
+        ),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"'),
     ],
 )
@@ -183,6 +210,30 @@ def test_what_is_refused(change: dict[str, Any], sentence: str) -> None:
         from_hf(LLAMA | change, "x/config.json")
     assert caught.value.message.startswith("x/config.json")
     assert sentence in caught.value.message
+
+
+def test_routers_like_that_of_deepseek_v3() -> None:
+    """Every key of it is read, and comes back; what only training reads is nobody's business."""
+    theirs = LLAMA | DOTS1 | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    cfg = from_hf(theirs | {"sliding_window": None})
+    expected = {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "expert_ffn_size": 1408,
+        "norm_topk": True,
+        "router_scores": "sigmoid",
+        "router_bias": True,
+        "router_groups": 4,
+        "router_top_groups": 2,
+        "router_scale": 2.5,
+        "router_fp32": True,
+        "shared_ffn_size": 2816,
+        "qk_norm": True,
+    }
+    assert {key: getattr(cfg, key) for key in expected} == expected
+    assert from_hf(to_hf(cfg)) == cfg
+    trained = dataclasses.replace(cfg, router_z_loss=0.1, router_aux_loss=0.1, router_bias_rate=0.5, capacity_factor=2)
+    assert from_hf(to_hf(trained)) == cfg
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -209,6 +260,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"sliding_window": 8}, "sliding_window = 8"),
         ({"num_experts": 4, "expert_ffn_size": 8, "norm_topk": False}, "norm_topk = false"),
         ({"qk_norm": True, "mlp_bias": True}, "mlp_bias = true"),
+        (EXPERTS | {"router_scale": 2.0}, "the nearest model type, mixtral, has no router_scale = 2"),
+        (EXPERTS | {"shared_ffn_size": 8}, "the nearest model type, qwen2_moe, has no shared_gate = false"),
+        (BIASED | {"qk_norm": False}, "the nearest model type, dots1, has no qk_norm = false"),
+        (BIASED | {"router_scores": "softmax"}, "router_scores = softmax"),
+        (BIASED | {"router_bias": False}, "router_bias = false"),
+        (BIASED | {"router_groups": 4}, "router_groups = 4"),
+        (BIASED | {"shared_ffn_size": 12}, "shared_ffn_size = 12 with expert_ffn_size = 8"),
+        (BIASED | {"shared_ffn_size": 16, "shared_gate": True}, "shared_gate = true"),
     ],
 )
 def test_models_without_a_hugging_face_type(change: dict[str, Any], found: str) -> None:

@@ -35,6 +35,9 @@ VARIANTS = {
     "qk_norm": changed(qk_norm=True),
     "gelu": changed(norm="layernorm", activation="gelu", mlp_bias=True),
     "experts": changed(num_experts=4, experts_per_token=2, expert_ffn_size=12),
+    "shared experts": changed(
+        num_experts=4, experts_per_token=2, expert_ffn_size=12, router_bias=True, shared_ffn_size=20, shared_gate=True
+    ),
 }
 
 
@@ -64,6 +67,20 @@ def test_llama_70b() -> None:
     assert spec.total_parameters(cfg) == 70_553_706_496
 
 
+def test_qwen_moe_with_a_shared_expert() -> None:
+    """Qwen1.5-MoE-A2.7B as published: 14.3 billion, of which a token meets 2.7."""
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 5632,
+    }
+    cfg = hf_config.from_hf({"model_type": "qwen2_moe"} | sizes)
+    assert spec.total_parameters(cfg) == 14_315_784_192
+    assert spec.active_parameters(cfg) == 2_689_173_504
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_the_built_model(name: str) -> None:
     cfg = VARIANTS[name]
@@ -84,7 +101,8 @@ def test_roles_dims_and_units(name: str) -> None:
     for parameter in spec.parameters(cfg):
         dims = parameter.dims.split()
         assert len(dims) == len(parameter.shape)
-        assert all(letters.get(d, size) == size for d, size in zip(dims, parameter.shape, strict=True)), parameter
+        known = letters | ({"F": cfg.shared_ffn_size} if ".shared." in parameter.name else {})
+        assert all(known.get(d, size) == size for d, size in zip(dims, parameter.shape, strict=True)), parameter
         assert parameter.unit in spec.units(cfg)
         assert parameter.name.startswith(parameter.unit + ".")
         assert parameter.decay == (len(parameter.shape) > 1)

@@ -9,6 +9,7 @@ import pytest
 from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.mesh import Mesh
+from interlace.plan import tensor
 from interlace.plan.share import computed_sequences, leaves, micro_batch_count, runs, share
 
 TINY = '[model]\npreset = "tiny"\n'
@@ -54,6 +55,17 @@ def test_what_is_split_adds_up_over_the_ranks(dp: int, zero: int) -> None:
     for s in shares:
         assert s.copies == 0 if zero == 0 else s.copies > 0
         assert (s.copies < whole) == (zero in (0, 3))  # two units at a time, or all of them
+
+
+@pytest.mark.parametrize(("sequence", "passes"), [("on", 2), ("off", 3)])  # a gather and a scatter; and an all-reduce
+def test_logits_of_a_router_in_fp32_travel_in_fp32(sequence: str, passes: int) -> None:
+    """Two ranks, two sequences of eight, one layer, bf16: half of the logits, and as much of their gradient."""
+    found = []
+    for asked in ("false", "true"):
+        words = ["model.num_layers=1", "model.num_experts=6", "model.expert_ffn_size=8", f"model.router_fp32={asked}"]
+        cfg = config(f"tp=2 sequence={sequence}", *words)
+        found.append(sum(tensor.sent(cfg.model_config(), cfg.plan, 0, [2], 8, 2).values()))
+    assert found[1] - found[0] == passes * 8 * 6 * (4 - 2)
 
 
 def test_a_step_of_zero_3_by_hand() -> None:

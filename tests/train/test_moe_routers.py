@@ -20,7 +20,7 @@ from interlace.model_config import EXPERTS_ONLY
 from interlace.models import weights
 from interlace.models.decoder import Decoder, initialise
 from interlace.serve import generate
-from interlace.train import export, loop, recompute, state
+from interlace.train import export, loop, recompute, state, verify
 from interlace.train import session as sessions
 from interlace.train.progress import Progress
 
@@ -205,3 +205,49 @@ def test_compiled_blocks_tell_the_same(policy: str, monkeypatch: pytest.MonkeyPa
     plain, traced = made
     assert torch.equal(plain[2], traced[2])
     torch.testing.assert_close(traced[:2], plain[:2], rtol=0, atol=1e-9)
+
+
+def test_the_same_bits_for_every_plan(run_ranks: Run, tmp_path: Path) -> None:
+    """`run.reproducible = "plan"`: losses of routers are added in the order of micro-batches and layers, wherever."""
+    words = [*DEEPSEEK, "run.reproducible=plan", "model.capacity_factor=1.0", "train.global_batch=5"]
+    plans = {1: ["dp=1"], 2: ["dp=2 zero=3", "pp=2 zero=2"]}
+    found = []
+    for world, asked in plans.items():
+        cfgs = [runs.config(tmp_path, f"{plan} micro_batch_size=2", words) for plan in asked]
+        jobs = [{"config": cfg.to_toml(), "steps": 3} for cfg in cfgs]
+        for rank in run_ranks("rank_functions_train:bits_all", world, {"jobs": jobs}):
+            found += rank
+    assert len(found) == 5
+    assert len(set(found[0]["losses"])) == 3
+    assert all(made == found[0] for made in found[1:])
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("plan", ["dp=2 zero=3 recompute=full", "tp=2", "cp=2", "pp=2 micro_batches=2"])
+def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
+    for words in (DEEPSEEK, CAPACITY):
+        report = verify.verify(runs.config(tmp_path, plan, [*words, *ODD]), 3, "cuda")
+        assert report.passed, explain(report)
+
+
+@pytest.mark.gpu
+def test_a_compiled_model_in_bf16_on_a_gpu() -> None:
+    """Grouped products with dropped rows behind their last end, compiled and run again in backward."""
+    words = [word for word in DEEPSEEK if word.startswith("model.")]
+    sizes = ["model.hidden_size=64", "model.head_dim=16", "model.expert_ffn_size=32", "model.capacity_factor=0.8"]
+    cfg = loads(MODEL, [*words, *sizes]).model_config()
+    tokens_BT, labels_BT = torch.randint(67, (2, 3, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    made = []
+    for compiled in (False, True):
+        decoder = Decoder(cfg, device="cuda", dtype=torch.bfloat16)
+        initialise(decoder, cfg, 0)
+        recompute.apply(decoder, "full", compiled)
+        loss = decoder.loss(tokens_BT, labels_BT)[0]
+        loss.backward()
+        loads_LY = decoder.take_loads()
+        assert loads_LY is not None
+        assert loads_LY[:, :-1].sum(dim=1).tolist() == [2 * 3 * 64] * 2
+        assert loads_LY[:, -1].min() > 0
+        assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in decoder.parameters())
+        made.append(loss.item())
+    assert made[1] == pytest.approx(made[0], rel=1e-2)

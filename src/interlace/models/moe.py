@@ -175,7 +175,7 @@ def _with_dropped(load_BX: Tensor, kept_BTk: Tensor | None, counted_BT: Tensor |
     if kept_BTk is not None:
         dropped_BT = (~kept_BTk).sum(dim=-1)
         dropped_1 = (dropped_BT if counted_BT is None else dropped_BT * counted_BT).sum()[None]
-    return torch.cat([load_BX.sum(dim=0).long(), dropped_1.long()])
+    return torch.cat([load_BX.long().sum(dim=0), dropped_1.long()])
 
 
 def mix(

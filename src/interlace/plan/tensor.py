@@ -192,7 +192,7 @@ def _changes(
     entrances = (2 * L + shared) * (2 if again else 1)
     exits = 2 * L + shared + (L * (2 if cfg.dropout else 1) + shared if again else 0)  # a block's last sum is not
     logits = L * (2 if again else 1)
-    wide, narrow = (rows, D), (rows, X)
+    wide, narrow, of_logits = (rows, D), (rows, X), 4 if cfg.router_fp32 else itemsize
     yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, last
     if plan.sequence == "on":
         gather, scatter = ("N/tp W", "N W"), ("N W +tp", "N/tp W")
@@ -209,14 +209,14 @@ def _changes(
             first + exits + last + 2 * L + shared,
         )  # embedding, exits; gradients of head and entrances
         if X:
-            yield *gather, narrow, itemsize, logits * (2 if cfg.has_router_losses else 1)
-            yield *scatter, narrow, itemsize, L
+            yield *gather, narrow, of_logits, logits * (2 if cfg.has_router_losses else 1)
+            yield *scatter, narrow, of_logits, L
         return
     reduce = ("S +tp", "S")
     yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L + shared
     if X:
-        yield "N/tp W", "N W", narrow, itemsize, logits
-        yield *reduce, (rows * X,), itemsize, L
+        yield "N/tp W", "N W", narrow, of_logits, logits
+        yield *reduce, (rows * X,), of_logits, L
 
 
 def seconds(
