@@ -179,7 +179,7 @@ def experts_not_summed(rank: int) -> Any:
     def sharers(self: data.DataParallel, is_expert: bool) -> Any:
         group, inner, outer = plain(self, is_expert)
         if is_expert:
-            group = inner = replace(group, ranks=(rank,), rank=0, process_group=None)
+            group = inner = group.like(ranks=(rank,), rank=0, process_group=None)
         return group, inner, outer
 
     return mock.patch.object(data.DataParallel, "_sharers", sharers)
