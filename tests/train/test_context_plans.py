@@ -15,7 +15,7 @@ from interlace.config import Config
 from interlace.errors import PlanError
 from interlace.plan import context, fit
 from interlace.plan.memory import estimate
-from interlace.train import loop
+from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
 AXES = ("dp", "shard", "tp", "cp", "pp")
@@ -229,6 +229,13 @@ def test_memory_of_long_sequences_falls_with_cp(tmp_path: Path) -> None:
         sizes.append(estimate(cfg, cfg.plan).activations)
     assert 1.5 < sizes[0] / sizes[1] <= 2.0
     assert 1.8 < sizes[1] / sizes[2] <= 2.0
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize("exchange", context.EXCHANGES)
+def test_sinks_over_two_gpus(exchange: str, tmp_path: Path) -> None:
+    report = verify.verify(runs.config(tmp_path, f"cp=2 exchange={exchange}", [*ODD, *SINKS, *SINK_TOKENS]), 2, "cuda")
+    assert report.passed, explain(report)
 
 
 def test_the_faults_of_all_axes_have_different_names() -> None:

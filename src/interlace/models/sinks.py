@@ -71,7 +71,7 @@ class Flash:
     window: int | None
 
     def _rest(self) -> tuple[Any, ...]:
-        return self.offsets, self.offsets, self.longest, self.longest, 0.0, True
+        return self.offsets, self.offsets, self.longest, self.longest, 0.0, self.window is None
 
     def _reach(self) -> dict[str, int]:
         return {"window_size_left": -1 if self.window is None else self.window - 1, "window_size_right": 0}
