@@ -29,6 +29,7 @@ from interlace.collectives.autograd import start_reduce
 from interlace.collectives.ordered import all_reduce
 from interlace.kernels.candidate import Candidate, Options, register
 from interlace.kernels.ordered_tiles import (
+    FEW,
     Need,
     add_up,
     await_tile,
@@ -38,6 +39,7 @@ from interlace.kernels.ordered_tiles import (
     corner,
     elements,
     enter,
+    halves,
     launch,
     leave,
     make_room,
@@ -130,13 +132,13 @@ def _two_shot(
     spread, region, words, sums_region, sums_words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Tiles are owned in equal shares, whatever the rows.  slots, arrived: for parts; sums, reduced: for sums.
 
     Sums need no second half: an owner has a sum of call e + 1 when all have sent parts of it, so have left e.
     """
-    WIDTH: tl.constexpr = BN // PARTS
+    WIDTH: tl.constexpr = BN // SUMS
     epoch = next_epoch(epochs)
     enter(entered, epoch, heap, WORLD)
     me, programs = my_rank(heap), tl.num_programs(0)
@@ -164,18 +166,18 @@ def _two_shot(
                 say_all(said + unsaid, epoch, heap, WORLD)
             unsaid = tile
             await_tile(tile, arrived, epoch, words, heap, WORLD, True, "two_shot_ar")
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(SUMS):
                 left = column + part * WIDTH
                 total = add_up(
-                    part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
+                    part_of(made, part, SUMS, BM, BN), source, tile, row, last, column, N, half, region, heap,
                     WORLD, True, part * WIDTH, WIDTH, BM, BN,
                 )  # fmt: skip
                 if BIAS:
                     total += load_bias(bias, left, N, WIDTH)
                 rounded = total.to(out.dtype.element_ty)
+                store_part(c, out, rounded, row, last, left, N, out_row, out_column, C, BM, WIDTH)
                 for peer in tl.static_range(WORLD - 1):
                     targets[peer].store([tile * BM, part * WIDTH], rounded)
-                store_part(c, out, rounded, row, last, left, N, out_row, out_column, C, BM, WIDTH)
         if unsaid >= 0:
             flush_descriptors()
             say_all(said + unsaid, epoch, heap, WORLD)
@@ -186,7 +188,7 @@ def _two_shot(
         for tile in range(tl.program_id(0), owned(owner, M, N, WORLD, False, BM, BN), programs):
             row, last, column = corner(owner, tile, M, N, WORLD, False, BM, BN, GROUP)
             wait_until(reduced + owner * sums_words + tile, epoch, owner, heap, "two_shot_ar")
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(SUMS):
                 at, kept = elements(tile, row, last, column, N, part * WIDTH, WIDTH, BM, BN)
                 found = tl.load(there + at, mask=kept, other=0.0)
                 store_part(c, out, found, row, last, column + part * WIDTH, N, out_row, out_column, C, BM, WIDTH)
@@ -207,7 +209,7 @@ def _one_shot_run(
     (M, K), N = _sizes(x_MK, weight_NK, out_MN)
     if M == 0 or N == 0:
         return
-    tile = options.tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     room = make_room(group, OP, tile, {"all": Need(group.size, tiles, torch.float32)})
     start, stop = split(M, group.size, group.rank)
@@ -239,7 +241,7 @@ def _two_shot_run(
     (M, K), N = _sizes(x_MK, weight_NK, out_MN)
     if M == 0 or N == 0:
         return
-    tile = options.tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
     tiles = triton.cdiv(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n), group.size)
     need = Need(group.size - 1, tiles, x_MK.dtype)
     room = make_room(group, OP, tile, {"parts": need, "sums": replace(need, calls=1)})
@@ -247,7 +249,7 @@ def _two_shot_run(
     group.meter.count("reduce_scatter", group.axis, (M - own) * N * x_MK.element_size())
     group.meter.count("all_gather", group.axis, own * N * x_MK.element_size() * (group.size - 1))
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
-    c = operand(out_MN, (tile.block_m, tile.block_n // tile.parts), ROWS)
+    c = operand(out_MN, (tile.block_m, tile.block_n // halves(tile)), ROWS)
     parts, sums = room.buffers["parts"], room.buffers["sums"]
     kernel: Any = _two_shot[(room.programs,)]
     launch(
@@ -260,7 +262,7 @@ def _two_shot_run(
             parts.spread, parts.region, parts.words, sums.region, sums.words, room.context,
             A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size,
             BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
-            PARTS=tile.parts, WIDE=widens(x_MK.dtype),
+            PARTS=tile.parts, SUMS=halves(tile), WIDE=widens(x_MK.dtype),
             num_warps=tile.warps, num_stages=tile.stages,
         ),
     )  # fmt: skip
@@ -293,7 +295,9 @@ def _sizes(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> tuple[tuple[int, 
 
 
 PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _plain))
-ONE_SHOT = register(Candidate("one-shot", OP, True, cannot, _one_shot_run))
+ONE_SHOT = register(
+    Candidate("one-shot", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _one_shot_run)
+)
 TWO_SHOT = register(
     Candidate("two-shot", OP, True, lambda problem, device: cannot(problem, device, late=True), _two_shot_run)
 )

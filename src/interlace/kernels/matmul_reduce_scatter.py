@@ -33,6 +33,7 @@ from interlace.kernels import workspace
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
 from interlace.kernels.ordered_rows import sum_rows
 from interlace.kernels.ordered_tiles import (
+    FEW,
     Need,
     add_up,
     await_tile,
@@ -41,6 +42,7 @@ from interlace.kernels.ordered_tiles import (
     claim,
     corner,
     enter,
+    halves,
     launch,
     leave,
     make_room,
@@ -70,9 +72,9 @@ def _reduce_scatter(
     M, N, K, a_row, a_column, b_row, b_column, out_row, out_column, spread, region, words, heap,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr, LATE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, SUMS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    WIDTH: tl.constexpr = BN // PARTS
+    WIDTH: tl.constexpr = BN // SUMS
     epoch = next_epoch(epochs)
     enter(entered, epoch, heap, WORLD)
     me, programs = my_rank(heap), tl.num_programs(0)
@@ -94,9 +96,9 @@ def _reduce_scatter(
             row, last, column = corner(me, tile, M, N, WORLD, True, BM, BN, GROUP)
             made = multiply(a, b, row, last, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
             await_tile(tile, arrived, epoch, words, heap, WORLD, LATE, "matmul_rs")
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(SUMS):
                 total = add_up(
-                    part_of(made, part, PARTS, BM, BN), source, tile, row, last, column, N, half, region, heap,
+                    part_of(made, part, SUMS, BM, BN), source, tile, row, last, column, N, half, region, heap,
                     WORLD, LATE, part * WIDTH, WIDTH, BM, BN,
                 )  # fmt: skip
                 left = column + part * WIDTH
@@ -113,14 +115,14 @@ def _one_kernel(
     (M, K), N = _sizes(x_MK, weight_NK, group, out_nN)
     if M == 0 or N == 0:
         return
-    tile = tile or tile_for(OP, M, N, x_MK.dtype, group)
+    tile = tile_for(OP, M, N, x_MK.dtype, group, tile)
     wire = x_MK.dtype if late else torch.float32
     most = triton.cdiv(triton.cdiv(M, group.size), tile.block_m) * triton.cdiv(N, tile.block_n)
     room = make_room(group, OP, tile, {"parts": Need(group.size - 1, most, wire)})
     parts = room.buffers["parts"]
     _count(group, M, N, wire)
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
-    c = operand(out_nN, (tile.block_m, tile.block_n // tile.parts), ROWS)
+    c = operand(out_nN, (tile.block_m, tile.block_n // halves(tile)), ROWS)
     kernel: Any = _reduce_scatter[(room.programs,)]
     launch(
         x_MK.device,
@@ -131,7 +133,7 @@ def _one_kernel(
             parts.spread, parts.region, parts.words, room.context,
             A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, WORLD=group.size, LATE=late,
             BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,
-            PARTS=tile.parts, WIDE=widens(x_MK.dtype),
+            PARTS=tile.parts, SUMS=halves(tile), WIDE=widens(x_MK.dtype),
             num_warps=tile.warps, num_stages=tile.stages,
         ),
     )  # fmt: skip
@@ -336,4 +338,4 @@ PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _pl
 CHUNKS = register(Candidate("chunks", OP, False, cannot, _chunks))
 CHAINED = register(Candidate("chained", OP, False, _not_chained, _chained))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
-PUSH = register(Candidate("push", OP, True, cannot, _push))
+PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _push))

@@ -37,9 +37,9 @@ from interlace.kernels.candidate import Problem, Tile
 from interlace.kernels.tile import DTYPES, MOST, default_tile, is_interpreted, multiply, place
 from interlace.symmetric.device import admit_descriptors, flush_descriptors, my_rank, remote, signal, wait_until
 
-LARGE = (
-    128 * 256
-)  # elements of a tile that is sent and added up in two parts: more do not fit in registers, or in memory
+FEW = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
+LARGE = 128 * 256  # elements of a tile whose sum is made in two halves: more do not fit in registers
+SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor's memory for stages and a tile on its way
 
 
 @triton.jit
@@ -284,7 +284,7 @@ class Room:
 def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> Room:
     """Collective where more is needed than before.  The calls of an operation share `entered` and `epochs`."""
     space = workspace.of(group, op)
-    size, most = tile.block_m * tile.block_n, _most_programs(group.device)
+    size, most = tile.block_m * tile.block_n, _places(group.device)
     space.require(
         {name: need.calls * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
         | {"claims": 16},
@@ -298,27 +298,42 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
         buffers[name] = Places(slots, arrived, len(slots) // need.calls, need.tiles * size, len(arrived) // group.size)
     entered, epochs = space.tensors["entered"].local, space.tensors["epochs"].local
     claims = space.buffer("claims", None, (4,), torch.int32)
-    return Room(buffers, entered, epochs, claims, space.heap.context, space.places(most))
+    sharing = space.heap.fabric.sharing
+    programs = most if sharing == 1 else most // (2 * sharing)  # ranks on one device, and copies between them
+    return Room(buffers, entered, epochs, claims, space.heap.context, programs)
 
 
-def _most_programs(device: torch.device) -> int:
+def _places(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def tile_for(op: str, M: int, N: int, dtype: torch.dtype, group: Group) -> Tile:
-    """The default for a shape.  The same on every rank, whose inner sizes may differ: it does not look at them."""
-    tile = default_tile(Problem(op, M, N, N, dtype, group.size))
-    return replace(tile, parts=2) if tile.block_m * tile.block_n >= LARGE else tile
+def tile_for(op: str, M: int, N: int, dtype: torch.dtype, group: Group, tile: Tile | None) -> Tile:
+    """`tile`, or the default for a shape; sent in two parts (`parts`) only if it does not fit beside the stages.
+
+    The same on every rank, whose inner sizes may differ: it does not look at them.
+    """
+    tile = tile or replace(default_tile(Problem(op, M, N, N, dtype, group.size)), parts=1)
+    staged = tile.stages * (tile.block_m + tile.block_n) * tile.block_k
+    fits = (staged + tile.block_m * tile.block_n) * dtype.itemsize <= SHARED
+    return tile if fits else replace(tile, parts=2)
 
 
-def cannot(problem: Problem, device: torch.device, late: bool = False) -> str | None:
-    """Why kernels that move tiles cannot run.  late: they store by descriptor."""
+def halves(tile: Tile) -> int:
+    """In how many parts the sum of a tile is made."""
+    return 2 if tile.block_m * tile.block_n >= LARGE else 1
+
+
+def cannot(problem: Problem, device: torch.device, late: bool = False, most: int | None = None) -> str | None:
+    """Why kernels that move tiles cannot run.  late: they store by descriptor; most: bytes of fp32 sums."""
     if problem.world == 1:
         return "one rank has nobody to send to"
     if problem.dtype not in DTYPES:
         return f"{str(problem.dtype).removeprefix('torch.')} numbers; of float32, float16 and bfloat16 it knows"
     if problem.M * problem.N >= MOST:
         return f"{problem.M} rows of {problem.N} sums; its tiles are counted in 32 bits"
+    nbytes = 4 * problem.M * problem.N
+    if most is not None and nbytes > most:
+        return f"{nbytes} bytes of sums, more than the {most} that are sent at once"
     if device.type != "cuda" and not is_interpreted():
         return "its kernels run on GPUs, or with TRITON_INTERPRET=1 on a CPU"
     if late and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9:
