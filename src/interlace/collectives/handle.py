@@ -35,7 +35,8 @@ Moment = float | torch.cuda.Event
 class Meter:
     """What one rank sent, by collective and axis, and how long it stood still, by axis.
 
-    `sent` counts bytes that left this rank and `calls` the transfers, both since the last `reset_counts`.
+    `sent` counts bytes that left this rank, `calls` the transfers, and `flops` the products of kernels that transfer
+    too, all since the last `reset_counts`.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
     where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
     until `cut` takes them; a caller who never cuts turns it off.
@@ -46,6 +47,7 @@ class Meter:
     ) -> None:
         self.sent: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.flops = 0
         self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
@@ -59,6 +61,7 @@ class Meter:
     def reset_counts(self) -> None:
         self.sent.clear()
         self.calls.clear()
+        self.flops = 0
 
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
         if self.record:

@@ -212,7 +212,10 @@ def _one_shot_run(
     tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     room = make_room(group, OP, tile, {"all": Need(group.size, tiles, torch.float32)})
-    group.meter.count("all_gather", group.axis, (group.size - 1) * M * N * 4)
+    start, stop = split(M, group.size, group.rank)
+    others = (M - (stop - start)) * N * 4  # what a reduce-scatter would send
+    group.meter.count("reduce_scatter", group.axis, others)
+    group.meter.count("all_gather", group.axis, (group.size - 1) * M * N * 4 - others)
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
     c, parts = operand(out_MN, (tile.block_m, tile.block_n), ROWS), room.buffers["all"]
     kernel: Any = _one_shot[(room.programs,)]

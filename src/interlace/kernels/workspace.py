@@ -298,6 +298,12 @@ def check(group: Group) -> None:
             space._heap.synchronize()
 
 
+def arenas(group: Group) -> list[torch.Tensor]:
+    """The memory of all ranks, as this one addresses it, that the group's operations hold."""
+    heaps = [heap for space in _held(group).spaces.values() for heap in (space._heap, *space._kept) if heap is not None]
+    return [arena for heap in heaps for arena in heap.fabric.arenas]
+
+
 def release(group: Group) -> None:
     """Collective: gives back all memory of the group's operations.  Graphs that hold calls of them are void."""
     held = _GROUPS.pop(group, None)

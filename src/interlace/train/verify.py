@@ -17,6 +17,7 @@ import functools
 import gc
 import itertools
 import math
+import sys
 import tempfile
 import time
 import zlib
@@ -361,7 +362,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
             found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients(), stage)
         if step == 1:
             found["resident"] = _resident(session)
-            found["flops"] = _products(counter)
+            found["flops"] = _products(counter) + session.meter.flops
         total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip, leaves=session.leaves)
         steer(model)
         found["losses"].append(total.item())
@@ -441,6 +442,8 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         sizes[kind] = sum(nbytes for pointer, nbytes in storages.items() if pointer not in seen)
         seen |= storages.keys()
     elsewhere = [*session.dataset.tensors(), *session.model.peer_tensors()]
+    if "interlace.kernels.workspace" in sys.modules:  # something fused has run
+        elsewhere += sys.modules["interlace.kernels.workspace"].arenas(session.groups["tp"])
     seen |= {t.untyped_storage().data_ptr() for t in elsewhere}
     known = sum(sizes.values())
     for _ in range(LOOKS):
