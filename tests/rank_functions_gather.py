@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.collectives import Group, Meter, make_groups
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, Hang
 from interlace.kernels import workspace
 from interlace.kernels.all_gather_matmul import OP
 from interlace.kernels.candidate import Candidate, Options, Tile, candidates, forced
@@ -164,6 +164,23 @@ def close(found: Tensor, expected: Tensor, what: str) -> None:
     if found.numel():
         apart = (found - expected).abs().max().item()
         assert apart <= 1e-5 * expected.abs().max().item(), (what, apart)
+
+
+def late(world: World, name: str) -> str:
+    """Rank 1 does not come to a call: the others' wait ends, and says whom it waited for."""
+    group, said = group_of(world), ""
+    with mock.patch.object(workspace, "TIMEOUT", 0.5):
+        one(candidates(OP)[name], group, 7, (5,), 9)
+    if world.rank != 1:
+        try:
+            one(candidates(OP)[name], group, 7, (5,), 9, seed=1, keep=False)
+        except AssertionError:  # wrong numbers, as is to be expected
+            try:
+                workspace.check(group)
+            except Hang as error:
+                said = str(error)
+    dist.barrier()
+    return said
 
 
 def refusals(world: World) -> list[str]:

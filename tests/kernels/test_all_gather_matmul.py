@@ -35,6 +35,12 @@ def test_gradients(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(f"{RANKS}:gradients", 3, {"pairs": pairs}, timeout=110.0) == [9] * 3
 
 
+def test_a_rank_that_does_not_come_is_named(run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = run_ranks(f"{RANKS}:late", 2, {"name": "persistent"}, timeout=110.0)
+    assert "in gather_matmul, program 0, for all_gather_matmul.arrived[0] to reach 2, found 1: rank 1 has not" in first
+    assert second == ""
+
+
 def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
     for growth, type_ in run_ranks(f"{RANKS}:refusals", 2, {}, timeout=110.0):
         assert "make one call with these sizes before the capture" in growth

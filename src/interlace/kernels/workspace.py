@@ -34,9 +34,10 @@ from interlace.collectives import Group, reach
 from interlace.errors import ConfigError
 from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
-from interlace.symmetric.record import HEAD
+from interlace.symmetric.record import GAVE_UP, HEAD
 
 TIMEOUT = 60.0  # seconds of every wait; ranks may compile at different moments
+LOOK = 64  # calls between two looks at whether a wait gave up
 LARGER = 1.5  # times what was there, at least, when memory grows
 UNIT = 1 << 21  # bytes; arenas are multiples
 ALIGNMENT = 256  # bytes, of each buffer
@@ -92,6 +93,8 @@ class Workspace:
         self._words: dict[str, int] = {}
         self._number = 0
         self._order = order
+        self._calls = 0
+        self._look: tuple[torch.Tensor, torch.cuda.Event] | None = None  # at whether a wait gave up
 
     @property
     def heap(self) -> SymmetricHeap:
@@ -136,6 +139,7 @@ class Workspace:
                 self.heap.free(tensor)
         else:
             self._replace_heap()
+        self._look = None
         heap, prefix = self.heap, f"{self.op}."
         self.tensors = {
             name: heap.zeros(nbytes, torch.uint8, prefix + name) for name, nbytes in self._bytes.items()
@@ -200,6 +204,23 @@ class Workspace:
         if last is not None and last != stream:
             stream.wait_stream(last)
         self._order.stream = stream
+        self._calls += 1
+        if self._calls % LOOK == 0:
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """Raises Hang if a wait of a kernel gave up some calls ago; neither the host nor the device stops for it."""
+        if self._look is not None and self._look[1].query():
+            if int(self._look[0]):
+                self.heap.check()
+            self._look = None
+        if self._look is None:
+            word = self.heap.fabric.arenas[self.rank][GAVE_UP : GAVE_UP + 4].view(torch.int32)
+            seen = torch.empty(1, dtype=torch.int32, pin_memory=True)
+            seen.copy_(word, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._look = seen, event
 
     def _is_captured(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -267,7 +288,10 @@ def count_in_memory(group: Group) -> None:
 
 
 def check(group: Group) -> None:
-    """Raises Hang, naming the peer, if a wait of the group's kernels gave up.  Waits for the device."""
+    """Raises Hang, naming the peer, if a wait of the group's kernels gave up.  Waits for the device.
+
+    Calls find out by themselves, `LOOK` calls later or more; those that graphs replay do not.
+    """
     for space in _held(group).spaces.values():
         if space._heap is not None:
             space._heap.synchronize()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from interlace.symmetric.heap import SymmetricHeap
 
 T = TypeVar("T")
+WATCHED = 256  # waits of streams that are remembered until they are known to have passed
 POLL = 50e-6  # seconds between two looks at a stream
 WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (word - value) >= 0
 
@@ -65,6 +66,7 @@ class OnGpu(Fabric):
         self.device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._waiting: list[Waiting] = []
+        self._many = WATCHED  # entries of that list at which the passed ones leave it
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._driver = ctypes.CDLL("libcuda.so.1")
 
@@ -141,6 +143,9 @@ class OnGpu(Fabric):
         passed = torch.cuda.Event()
         passed.record(torch.cuda.current_stream(self.device))
         self._waiting.append(Waiting(flag, value, peer, time.monotonic(), self.limit, passed))
+        if len(self._waiting) >= self._many:
+            self._waiting = [each for each in self._waiting if not each.passed.query()]
+            self._many = max(WATCHED, 2 * len(self._waiting))
 
     def _is_own(self, flag: torch.Tensor) -> bool:
         own = self.arenas[self.rank]
