@@ -51,13 +51,19 @@ MEGATRON = {"needs": "megatron", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 ROWS = (
     tests("tests-transfers", 2, 150, "tests/collectives tests/symmetric"),
     tests("tests-kernels", 2, 240, "tests/kernels"),
+    tests("tests-fused", 2, 150, "tests/test_fused_benchmarks.py tests/test_tune_command.py"),
     tests("tests-axes", 2, 150, "tests/parallel tests/train tests/models"),
     Row("verify-tensor", 2, 60, f'{ONE} -m interlace verify --device cuda --parallel "tp=2" --steps 2'),
     Row("symmetric", 2, 90, f"{TWO} benchmarks/symmetric.py --out {{out}}"),
+    Row("gemm-core", 1, 240, f"{ONE} benchmarks/gemm_core.py --search --budget 200 --out {{out}}"),
+    Row("fused-products", 2, 540, f"{ONE} benchmarks/fused_matmul.py --budget 480 --out build/gpus/fused.json "
+        "--table src/interlace/kernels/tuned/nvidia-h200.json"),
+    Row("decoder-layer", 2, 120, f"{ONE} benchmarks/decoder_layer.py --out build/gpus/layer.json"),
+    Row("experts", 2, 180, f"{ONE} benchmarks/expert_parallel.py --budget 140 --out build/gpus/experts.json"),
     step("tensor-1.2b", 120, "--rounds 4", "tensor_parallel"),
     step("tensor-1.2b-megatron", 60, "--rounds 4 --variants megatron", "tensor_parallel", **MEGATRON),
     step("tensor-8b", 240, "--model 8b --sequences 1 --alone --no-reference --rounds 3 "
-         "--variants ours,ours-serial,torch,torch-async", "tensor_parallel"),
+         "--variants ours,ours-plain,ours-serial,torch,torch-async", "tensor_parallel"),
     step("tensor-8b-megatron", 90, "--model 8b --sequences 1 --no-reference --rounds 3 --variants megatron",
          "tensor_parallel", **MEGATRON),
     step("context", 120, "", "context_parallel"),
