@@ -37,7 +37,7 @@ from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.layers import Context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 
 Run = Callable[[], None]
 BYTES_PER_TOKEN = 4

@@ -40,7 +40,7 @@ from interlace.train import recompute
 from interlace.train.data import Batch
 from interlace.train.step import train_step
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 import peers.torch_native as native
 
 SEED = 0

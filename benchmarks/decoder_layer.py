@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 import peers.torch_tensor as native
 from fused.targets import SLOWER, interval
 from fused_matmul import NO_MULTICAST, commit

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 import peers.torch_fused as torch_ways
 from fused import shapes, targets
 from fused.shapes import Row

@@ -42,7 +42,7 @@ from interlace.schedule import Action, Table, generate, lower, validate
 from interlace.train.stages import keep, view
 from interlace.world import World
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 import peers.torch_pipelining as native
 
 

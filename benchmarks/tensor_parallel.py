@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))
 import peers.megatron as megatron
 import peers.torch_tensor as native
 from data_parallel import CLIP, SEED, Variant, allocated, decoder, profile, random_batch, reference, timed, wait

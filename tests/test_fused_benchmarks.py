@@ -16,7 +16,7 @@ from interlace.kernels.table import Table, shape_class
 from interlace.plan.fused import OPS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.append(str(BENCHMARKS))
 
 import fused_matmul  # noqa: E402 - found through the line above
 from fused import shapes, targets  # noqa: E402

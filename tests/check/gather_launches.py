@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ def launch(
     N: int = 18,
     K: int = 16,
     calls: int = 3,
-    chunks: int = 1,
+    chunks: int | Sequence[int] = 1,
     in_memory: bool = False,
     keep: bool = False,
 ) -> Callable[[SymmetricHeap], Callable[[], None]]:
-    """A few calls of a candidate with changing rows; in_memory: calls are counted there, as under a graph."""
+    """A few calls of a candidate with changing rows; in_memory: calls are counted there, as under a graph.
+
+    chunks: of every call, or of one after another.
+    """
 
     def program(heap: SymmetricHeap) -> Callable[[], None]:
         group = Group("tp", tuple(range(heap.size)), heap.rank, heap.device, Meter(record=False))
@@ -41,9 +44,10 @@ def launch(
         with workspace.on(heap, group):
             if in_memory:
                 workspace.count_in_memory(group)
-            for rows in whole:
+            for call, rows in enumerate(whole):
                 x.copy_(rows[start:stop])
-                candidate.run(x, [weight], [bias], group, count, [out], gathered, options=Options(SMALL, chunks))
+                options = Options(SMALL, chunks if isinstance(chunks, int) else chunks[call % len(chunks)])
+                candidate.run(x, [weight], [bias], group, count, [out], gathered, options=options)
 
         def check() -> None:
             torch.testing.assert_close(out, F.linear(whole[-1], weight, bias), rtol=1e-5, atol=1e-5)

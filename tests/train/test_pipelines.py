@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_verify import explain, prove
 
 import runs
 from interlace import spec
 from interlace.checkpoint import Reader
 from interlace.train import loop, verify
-from train.test_verify import explain, prove
 
 Run = Callable[..., list[Any]]
 FUNCTIONS = "rank_functions_train"
