@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from gather_launches import launch
 
 from interlace.check import explore
@@ -25,9 +26,33 @@ def test_no_report_when_repeated_as_a_graph(name: str) -> None:
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("name", ["chunks", "persistent"])
+def test_no_report_when_calls_cut_their_rows_otherwise(name: str) -> None:
+    verdict = explore(launch(name, count=5, chunks=(3, 1, 2)), ranks=3, schedules=3)
+    assert verdict.ok, verdict
+
+
 def test_three_ranks_of_which_one_has_no_rows() -> None:
     verdict = explore(launch("persistent", count=2), ranks=3, schedules=2)
     assert verdict.ok, verdict
+
+
+def test_a_word_has_one_sender_however_calls_cut_their_rows() -> None:
+    """Of three ranks one may be a call ahead of another that is still sending; its words would be set back."""
+    senders: dict[int, set[int]] = {}
+    plain = arrival.Arrival.word
+
+    def word(self: arrival.Arrival, sender: int, number: int, rank: int | None = None) -> torch.Tensor:
+        made = plain(self, sender, number, rank)
+        if rank is not None:
+            senders.setdefault(made.data_ptr(), set()).add(self.space.rank)
+        return made
+
+    with mock.patch.object(arrival.Arrival, "word", word):
+        verdict = explore(launch("chunks", count=5, chunks=(3, 1, 2)), ranks=3, schedules=1)
+    assert verdict.ok, verdict
+    assert len(senders) == 3 * 2 * 3
+    assert {len(those) for those in senders.values()} == {1}
 
 
 def found(**how: Any) -> set[str]:
@@ -50,8 +75,7 @@ def test_a_word_before_its_rows_is_found() -> None:
         with heap.stream("push"):
             ready.wait()
             for piece in self.plan.sent(self.x_mK, self.space.rank):
-                words = self.turn.words("arrived", piece.peer)
-                heap.write(words[piece.word : piece.word + 1], self.turn.number)
+                heap.write(self.word(self.space.rank, piece.number, piece.peer), self.turn.number)
                 heap.copy(self.view(piece.offset, piece.rows.shape, piece.peer), piece.rows)
             self._sent = heap.event()
 

@@ -55,11 +55,11 @@ def test_every_row_has_one_slot_and_what_is_sent_is_what_arrives(ranks: int, cou
     rows = [torch.arange(count * 24.0).view(count, 24)[slice(*_whole(plan, rank))] for rank in range(ranks)]
     for rank in range(ranks):
         coming = list(plan.arriving(rank))
-        assert [slot for slot, *_ in coming] == list(range(plan.words))
+        assert len(coming) == plan.slots
         seen = [row for _, _, first, last in coming for row in range(first, last)]
         assert sorted([*seen, *range(*_whole(plan, rank))]) == list(range(count))
-        for slot, source, first, last in coming:
-            (piece,) = [p for p in plan.sent(rows[source], source) if p.peer == rank and p.word == slot]
+        for slot, (source, chunk, first, last) in enumerate(coming):
+            (piece,) = [p for p in plan.sent(rows[source], source) if p.peer == rank and p.number == chunk]
             assert piece.offset == plan.offset(slot)
             assert torch.equal(piece.rows, torch.arange(count * 24.0).view(count, 24)[first:last])
             assert piece.offset + piece.rows.numel() * 4 <= plan.nbytes
@@ -84,8 +84,8 @@ def test_slices_fill_their_memory_without_gaps(K: int, slices: int) -> None:
                 if piece.peer == rank:
                     begin = piece.offset // 4
                     memory[begin : begin + piece.rows.numel()] = piece.rows.reshape(-1)
-                    words.add(piece.word)
-        assert words == {*range(plan.words)}
+                    words.add((source, piece.number))
+        assert len(words) == 2 * plan.pieces
         others = torch.cat([share for source, share in enumerate(shares) if source != rank])
         for number in range(slices):
             first, last = plan.columns(number)

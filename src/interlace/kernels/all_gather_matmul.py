@@ -98,8 +98,8 @@ def chunks(
     assert isinstance(plan, Chunks)
     start, stop = split(count, group.size, group.rank)
     fill(x_mK, weights, biases, out, start, stop)
-    for slot, source, first, last in plan.arriving(group.rank):
-        arrival.wait(slot, source)
+    for slot, (source, chunk, first, last) in enumerate(plan.arriving(group.rank)):
+        arrival.wait(source, chunk)
         fill(arrival.view(plan.offset(slot), (last - first, K)), weights, biases, out, first, last)
     arrival.end()
 
@@ -127,7 +127,7 @@ def chained(
     for number in range(plan.slices):
         first, last = plan.columns(number)
         for step in range(1, group.size):
-            arrival.wait(number * (group.size - 1) + step - 1, (group.rank - step) % group.size)
+            arrival.wait((group.rank - step) % group.size, number)
         rows = arrival.view(plan.offset(number), (others, last - first))
         for total, weight in zip(sums, weights, strict=True):
             _add(total, rows, weight[:, first:last], anew=number == 0)
@@ -187,9 +187,9 @@ def _counted(x_mK: Tensor, group: Group) -> None:
 # --- one kernel that waits -------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["count", "epoch", "chunks", "slot_rows"])
+@triton.jit(do_not_specialize=["count", "epoch", "stride", "chunks", "slot_rows"])
 def _persistent(
-    x, slots, b, own_c, c, bias, out, arrived, epoch, count, N, K, chunks, slot_rows,
+    x, slots, b, own_c, c, bias, out, arrived, epoch, stride, count, N, K, chunks, slot_rows,
     x_row, x_column, slot_row, b_row, b_column, out_row, out_column, heap,
     X: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -222,7 +222,7 @@ def _persistent(
         full = rows // BM if C == _ROWS else tl.cdiv(rows, BM)
         tiles = tl.cdiv(rows, BM) * columns
         if (at < tiles) | (tl.program_id(0) == 0):  # program 0 waits for all, so that the call does
-            wait_until(arrived + slot, now, source, heap, "gather_matmul")
+            wait_until(arrived + source * stride + chunk, now, source, heap, "gather_matmul")
             if A == _ROWS:
                 admit_descriptors()
         top, left = slot * slot_rows, out + first.to(tl.int64) * out_row
@@ -264,7 +264,7 @@ def _launch(arrival: Arrival, weight_NK: Tensor, bias_N: Tensor | None, out_MN: 
     assert SLOT % tile.block_m == 0, tile
     start, stop = split(plan.count, plan.ranks, space.rank)
     a_block, c_block = (tile.block_m, tile.block_k), (tile.block_m, tile.block_n // tile.parts)
-    whole = arrival.view(0, (plan.words * plan.slot, K)) if plan.words else x_mK
+    whole = arrival.view(0, (plan.slots * plan.slot, K)) if plan.slots else x_mK
     x, a = operand(x_mK, a_block), operand(whole, a_block, ROWS)
     b = operand(weight_NK, (tile.block_n, tile.block_k))
     own_c, c = operand(out_MN[start:stop], c_block, ROWS), operand(out_MN, c_block, ROWS)
@@ -275,7 +275,7 @@ def _launch(arrival: Arrival, weight_NK: Tensor, bias_N: Tensor | None, out_MN: 
     kernel: Any = _persistent[(space.places(tiles),)]
     kernel(
         x.argument, a.argument, b.argument, own_c.argument, c.argument, bias_N, out_MN,
-        turn.words("arrived"), turn.number, plan.count, N, K, plan.chunks, plan.slot,
+        turn.words("arrived"), turn.number, arrival.stride, plan.count, N, K, plan.chunks, plan.slot,
         x.row, x.column, K, b.row, b.column, out_MN.stride(0), out_MN.stride(1), space.heap.context,
         X=x.how, A=a.how, B=b.how, C=c.how, BIAS=bias_N is not None, IN_MEMORY=turn.in_memory,
         BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP=tile.group,

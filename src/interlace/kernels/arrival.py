@@ -6,8 +6,9 @@ product, and since it is the receiver that waits, for just the chunk that it nee
 
 They push out of x itself into the peers' buffers, nearest first: rank r sends to r + 1, r + 2, ..., so no two ranks
 send to one at once, and a rank's rows come from r - 1, r - 2, ...  Behind each chunk goes a word, the number of the
-call, raised by the stream.  Nobody waits before sending, since buffers alternate (`kernels/workspace.py`); in turn
-every call waits for all words of all its peers.
+call, raised by the stream.  A word has one sender for ever, however calls cut their rows: a rank may be a call ahead of
+another that is still sending, and words of two senders could be set back.  Nobody waits before sending, since buffers
+alternate (`kernels/workspace.py`); in turn every call waits for all words of all its peers.
 
 Pulling (measured, docs/notes/0012-fused-gather.md) is 4 % slower, needs the rows in symmetric memory, and a word that
 says so before the first byte moves.
@@ -33,10 +34,10 @@ WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuild
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank sends at once: `word` is raised behind it, `offset` is where it goes, in bytes of a call's half."""
+    """What a rank sends at once: `number` of those to a peer, `offset` is where it goes, in bytes of a call's half."""
 
     peer: int
-    word: int
+    number: int
     offset: int
     rows: Tensor
 
@@ -45,8 +46,7 @@ class Piece:
 class Chunks:
     """How `count` rows of K elements travel: each rank's in `chunks` runs, each in a slot of the receiver's buffer.
 
-    Slot (step - 1) * chunks + c holds chunk c of the rank `step` places before the receiver, and has the word of the
-    same number.
+    Slot (step - 1) * chunks + c holds chunk c of the rank `step` places before the receiver.
     """
 
     count: int
@@ -62,14 +62,19 @@ class Chunks:
         return max(SLOT, -(-most // SLOT) * SLOT)
 
     @property
-    def words(self) -> int:
-        """Slots of a rank."""
+    def pieces(self) -> int:
+        """What one rank sends to another."""
+        return self.chunks
+
+    @property
+    def slots(self) -> int:
+        """Those of a rank."""
         return (self.ranks - 1) * self.chunks
 
     @property
     def nbytes(self) -> int:
         """Of all slots of a call."""
-        return self.offset(self.words)
+        return self.offset(self.slots)
 
     def offset(self, slot: int) -> int:
         return slot * self.slot * self.K * self.dtype.itemsize
@@ -87,22 +92,19 @@ class Chunks:
                 slot = (step - 1) * self.chunks + chunk
                 first, last = self.rows(rank, chunk)
                 rows = x_mK[first - start : last - start]
-                yield Piece((rank + step) % self.ranks, slot, self.offset(slot), rows)
+                yield Piece((rank + step) % self.ranks, chunk, self.offset(slot), rows)
 
     def arriving(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """(slot, source, first row, end) in the order in which they come to a rank."""
+        """(source, chunk, first row, end) in the order in which they come to a rank, and of their slots."""
         for step in range(1, self.ranks):
             source = (rank - step) % self.ranks
             for chunk in range(self.chunks):
-                yield (step - 1) * self.chunks + chunk, source, *self.rows(source, chunk)
+                yield source, chunk, *self.rows(source, chunk)
 
 
 @dataclass(frozen=True)
 class Slices:
-    """How they travel in slices of K: slice s of all the peers' rows lies together, [count - own, slice], by rank.
-
-    Word s * (ranks - 1) + step - 1 tells of slice s of the rank `step` places before.
-    """
+    """How they travel in slices of K: slice s of all the peers' rows lies together, [count - own, slice], by rank."""
 
     count: int
     K: int
@@ -111,8 +113,8 @@ class Slices:
     slices: int = 2
 
     @property
-    def words(self) -> int:
-        return (self.ranks - 1) * self.slices
+    def pieces(self) -> int:
+        return self.slices
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +149,7 @@ class Slices:
                     start, stop = split(self.count, self.ranks, peer)
                     before -= stop - start
                 offset = self.offset(number) + before * (last - first) * self.dtype.itemsize
-                yield Piece(peer, number * (self.ranks - 1) + step - 1, offset, rows)
+                yield Piece(peer, number, offset, rows)
 
     def pack(self, x_mK: Tensor) -> Tensor:
         """The slices of some rows, one after another, in the shape of x."""
@@ -169,8 +171,9 @@ class Arrival:
         assert x_mK.is_contiguous()
         self.space, self.plan, self.x_mK = workspace.of(group, op), plan, x_mK
         half = -(-plan.nbytes // ALIGNMENT) * ALIGNMENT
-        self.space.require({"rows": 2 * half}, {"arrived": max(plan.words, WORDS * plan.ranks)})
+        self.space.require({"rows": 2 * half}, {"arrived": plan.ranks * max(plan.pieces, WORDS)})
         self.turn = self.space.turn()
+        self.stride = len(self.turn.words("arrived")) // plan.ranks  # words of a sender
         self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)
         self._kept: Event | None = None
         self._push()
@@ -183,17 +186,21 @@ class Arrival:
             for piece in self.plan.sent(self.x_mK, self.space.rank):
                 if piece.rows.numel():
                     heap.copy(self.view(piece.offset, piece.rows.shape, piece.peer), piece.rows)
-                words = self.turn.words("arrived", piece.peer)
-                heap.write(words[piece.word : piece.word + 1], self.turn.number)
+                heap.write(self.word(self.space.rank, piece.number, piece.peer), self.turn.number)
             self._sent = heap.event()
 
     def view(self, offset: int, shape: tuple[int, ...], rank: int | None = None) -> Tensor:
         """What lies at a byte of this call's half, at this rank or a peer."""
         return self.space.buffer("rows", rank, shape, self.plan.dtype, self._begin + offset)
 
-    def wait(self, word: int, source: int) -> None:
-        """What the current stream does next begins when that word has come."""
-        self.space.heap.wait(self.turn.words("arrived")[word : word + 1], self.turn.number, source)
+    def word(self, sender: int, number: int, rank: int | None = None) -> Tensor:
+        """What says at a rank (None: this one) that piece `number` of a sender is there."""
+        at = sender * self.stride + number
+        return self.turn.words("arrived", rank)[at : at + 1]
+
+    def wait(self, source: int, number: int) -> None:
+        """What the current stream does next begins when that piece has come."""
+        self.space.heap.wait(self.word(source, number), self.turn.number, source)
 
     def keep(self, gathered_MK: Tensor) -> None:
         """Copies all rows of `Chunks` to `gathered_MK` beside the product, as they arrive."""
@@ -205,8 +212,8 @@ class Arrival:
             ready.wait()
             if start < stop:
                 heap.copy(gathered_MK[start:stop], self.x_mK)
-            for slot, source, first, last in self.plan.arriving(rank):
-                self.wait(slot, source)
+            for slot, (source, chunk, first, last) in enumerate(self.plan.arriving(rank)):
+                self.wait(source, chunk)
                 if first < last:
                     heap.copy(gathered_MK[first:last], self.view(self.plan.offset(slot), (last - first, K)))
             self._kept = heap.event()
