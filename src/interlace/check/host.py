@@ -117,9 +117,11 @@ class Host(Fabric):
             return
         self.machine.mode_inside = None
         _push_mode(mode)
-        self.machine.hub.switch()
-        _pop_mode()
-        self.machine.mode_inside = mode
+        try:
+            self.machine.hub.switch()
+        finally:  # ended where it stands, it leaves the operation too, which puts the mode back by itself
+            _pop_mode()
+            self.machine.mode_inside = mode
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
