@@ -37,7 +37,7 @@ def test_gradients(run_ranks: Callable[..., list[Any]]) -> None:
 
 def test_a_rank_that_does_not_come_is_named(run_ranks: Callable[..., list[Any]]) -> None:
     first, second = run_ranks(f"{RANKS}:late", 2, {"name": "persistent"}, timeout=110.0)
-    assert "in gather_matmul, program 0, for all_gather_matmul.arrived[0] to reach 2, found 1: rank 1 has not" in first
+    assert "in gather_matmul, program 0, for all_gather_matmul.arrived[16] to reach 2, found 1: rank 1 has not" in first
     assert second == ""
 
 
