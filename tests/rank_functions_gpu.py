@@ -102,7 +102,7 @@ def memory(world: World) -> dict[str, Any]:
     heap.barrier()
     heap.copy(x.peer((heap.rank + 1) % heap.size), torch.full((3, 5), 7.0 + heap.rank, device=heap.device))
     heap.barrier()
-    pushed = float(x.local.mean())
+    pushed = x.local.unique().tolist()
     try:
         heap.empty(3 + heap.rank, name="y")
         said = ""

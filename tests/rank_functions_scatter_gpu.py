@@ -19,11 +19,11 @@ from scatter_calls import REDUCE, SCATTER, call, check, close, factors, group_of
 WIDE = Tile(128, 256, 64, 8, 8, 4)
 SQUARE = Tile(128, 128, 64, 8, 8, 4)
 LARGE = (
-    (1024, 1280, 512, WIDE),
-    (640, 264, 200, SQUARE),
-    (300, 520, 136, None),
-    (1, 512, 256, None),
-    (77, 33, 50, None),
+    (1024, 1280, 512, torch.bfloat16, WIDE),
+    (640, 264, 200, torch.float16, SQUARE),
+    (300, 520, 136, torch.float32, None),
+    (1, 512, 256, torch.bfloat16, None),
+    (77, 33, 50, torch.float16, None),
 )
 WAYS = {SCATTER: ["chunks", "chained", "tiles", "push"], REDUCE: ["one-shot", "two-shot"]}
 

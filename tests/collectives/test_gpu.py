@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.collectives import Group, Meter, all_gather, all_reduce, reduce_scatter
 from interlace.collectives.handle import between, now
+from interlace.collectives.ordered import then
 
 pytestmark = pytest.mark.gpu
 
@@ -47,10 +48,24 @@ def test_source_is_cast_on_the_way(group: Group) -> None:
     assert torch.equal(whole, main.bfloat16())
 
 
+def test_a_sum_that_is_two_transfers_is_seen_after_wait(group: Group) -> None:
+    """The second half follows on the side stream, where the compute stream must wait for it too."""
+    x = torch.randn(1 << 26, device=group.device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(group.stream):
+        torch.cuda._sleep(20_000_000)
+    total = then(
+        reduce_scatter(x, group, out=torch.empty_like(x)),
+        group,
+        lambda: all_gather(torch.empty_like(x), group, source=x, out=torch.full_like(x, torch.nan)),
+    )
+    assert torch.equal(total.wait().clone(), x)
+
+
 def test_waits_are_timed_on_the_device(group: Group) -> None:
     group.meter.cut()
     begin = now(group.device)
-    x = torch.randn(1 << 24, device=group.device)
+    x = torch.randn(1 << 28, device=group.device)  # long enough on its way for the host to come to its wait
     all_gather(x, group, name="slow").wait()
     end = now(group.device)
     torch.cuda.synchronize()

@@ -234,7 +234,9 @@ def test_memory_of_long_sequences_falls_with_cp(tmp_path: Path) -> None:
 @pytest.mark.gpu2
 @pytest.mark.parametrize("exchange", context.EXCHANGES)
 def test_sinks_over_two_gpus(exchange: str, tmp_path: Path) -> None:
-    report = verify.verify(runs.config(tmp_path, f"cp=2 exchange={exchange}", [*ODD, *SINKS, *SINK_TOKENS]), 2, "cuda")
+    """Scores near each other: where they are not, terms of a sink's gradient that nearly cancel differ by 1.04e-5."""
+    words = [*ODD, *SINKS, *SINK_TOKENS, "model.init_std=0.2"]
+    report = verify.verify(runs.config(tmp_path, f"cp=2 exchange={exchange}", words), 2, "cuda")
     assert report.passed, explain(report)
 
 

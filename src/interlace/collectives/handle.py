@@ -223,17 +223,18 @@ def start(
         result = finish()
         ready = _mark(stream)
     meter.transferred(axis, name, began, ended, nbytes)
-    if stream == torch.cuda.current_stream(stream.device):  # nothing else runs meanwhile
-        meter.stalled(axis, name, began, ended)
-        return Handle.done(result)
-    keep = (launch, finish)
+    in_order = stream == torch.cuda.current_stream(stream.device)  # buffers come back to this stream's own memory
+    keep = None if in_order else (launch, finish)
 
     def wait_on_stream() -> T:
         nonlocal keep
-        compute = torch.cuda.current_stream(stream.device)
+        compute = torch.cuda.current_stream(stream.device)  # not always the one that the transfer was started from
         stood = _mark(compute)
-        compute.wait_event(ready)
-        meter.stalled(axis, name, stood, _mark(compute))
+        if in_order and compute == stream:  # nothing else ran meanwhile
+            meter.stalled(axis, name, began, ended)
+        else:
+            compute.wait_event(ready)
+            meter.stalled(axis, name, stood, _mark(compute))
         del keep
         return result
 

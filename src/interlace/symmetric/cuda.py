@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WATCHED = 256  # waits of streams that are remembered until they are known to have passed
 POLL = 50e-6  # seconds between two looks at a stream
+RESCUE = -3  # priority of the stream that lets others go: it must not queue behind them in the hardware
 WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (word - value) >= 0
 
 
@@ -69,6 +70,7 @@ class OnGpu(Fabric):
         self._many = WATCHED  # entries of that list at which the passed ones leave it
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._rescue = torch.cuda.Stream(device, priority=RESCUE)
 
     def synchronize(self) -> None:
         """Ends when the current and all named streams have; a stream's own wait past its limit is let go."""
@@ -90,7 +92,7 @@ class OnGpu(Fabric):
 
     def _let_go(self, late: Waiting, now: float) -> None:
         head = self.arenas[self.rank]
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        with torch.cuda.stream(self._rescue):
             have = int(late.flag.item())
             if (have - late.value) % (1 << 32) < 1 << 31:
                 return  # it has come by now
@@ -102,7 +104,7 @@ class OnGpu(Fabric):
                 record.copy_(torch.tensor(words))
                 gave_up.fill_(1)
             late.flag.fill_(late.value)
-            torch.cuda.current_stream(self.device).synchronize()
+            self._rescue.synchronize()
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[None]:
@@ -256,13 +258,26 @@ class Meeting:
 
 
 class OneGpu(OnGpu):
-    """One of several ranks on one GPU: a thread, a stream, and a share of one allocation."""
+    """One of several ranks on one GPU: a thread, a stream, and a share of one allocation.
 
-    def __init__(self, rank: int, whole: torch.Tensor, meeting: Meeting) -> None:
+    loading: kernels are still to be loaded, for which the driver may wait until every stream of the GPU is idle, those
+    of ranks included whose flags only this thread could write.  So no wait may then be without a limit of its own.
+    """
+
+    def __init__(self, rank: int, whole: torch.Tensor, meeting: Meeting, loading: bool) -> None:
         super().__init__(whole.device)
-        self.rank, self.size, self._meeting = rank, meeting.size, meeting
+        self.rank, self.size, self._meeting, self._loading = rank, meeting.size, meeting, loading
         self.sharing = meeting.size
         self.arenas = list(whole.view(meeting.size, -1))
+
+    def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int, context: torch.Tensor) -> None:
+        if not self._loading or isinstance(value, torch.Tensor):
+            super().wait(flag, value, peer, context)
+            return
+        from interlace.symmetric import device
+
+        await_flag: Any = device.await_flag[(1,)]
+        await_flag(flag, value, peer, context, VALUE_IN_MEMORY=False, KERNEL="a stream", num_warps=1)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         return self._meeting.exchange(self.rank, values)
@@ -282,11 +297,13 @@ def on_one_gpu(
     spinning one; its results and failures are dropped.
     """
     with contextlib.suppress(Exception):
-        _threads(function, ranks, nbytes, 1.0, device)
-    return _threads(function, ranks, nbytes, timeout, device)
+        _threads(function, ranks, nbytes, 1.0, device, loading=True)
+    return _threads(function, ranks, nbytes, timeout, device, loading=False)
 
 
-def _threads(function: Callable[[SymmetricHeap], T], ranks: int, nbytes: int, timeout: float, device: int) -> list[T]:
+def _threads(
+    function: Callable[[SymmetricHeap], T], ranks: int, nbytes: int, timeout: float, device: int, loading: bool
+) -> list[T]:
     from interlace.symmetric.heap import SymmetricHeap
 
     where = torch.device("cuda", device)
@@ -299,7 +316,7 @@ def _threads(function: Callable[[SymmetricHeap], T], ranks: int, nbytes: int, ti
     def work(rank: int) -> None:
         try:
             with torch.cuda.device(where), torch.cuda.stream(torch.cuda.Stream(where)):
-                heap = SymmetricHeap(nbytes, timeout=timeout, fabric=OneGpu(rank, whole, meeting))
+                heap = SymmetricHeap(nbytes, timeout=timeout, fabric=OneGpu(rank, whole, meeting, loading))
                 results[rank] = function(heap)
                 heap.synchronize()
         except Exception as error:
