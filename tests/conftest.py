@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 # Before torch is imported, and inherited by every process a test starts (their fork server must find preload.py).
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # ranks that share a GPU have many streams (`on_one_gpu`)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )

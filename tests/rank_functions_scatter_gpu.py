@@ -35,10 +35,10 @@ def several(world: World, checks: dict[str, dict[str, Any]]) -> list[Any]:
 def on_a_share(heap: SymmetricHeap) -> int:
     """A rank that shares its GPU: every candidate, small and large.
 
-    The first pass, of a short limit, is there to load every kernel; its numbers may be wrong.
+    The first pass is there to load every kernel; its numbers may be wrong.
     """
     group = Group("tp", tuple(range(heap.size)), heap.rank, heap.device, Meter(record=False))
-    compare, done = close if heap.timeout > 1.0 else lambda *found: None, 0
+    compare, done = close if not heap.fabric.loading else lambda *found: None, 0
     with workspace.on(heap, group):
         for op, names in WAYS.items():
             for name in names:

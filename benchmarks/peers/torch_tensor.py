@@ -47,7 +47,7 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
     decoder.embedding.register_forward_hook(lambda module, given, made: made.clone())
     for block in decoder.blocks:
         if compiled:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, dynamic=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in decoder.blocks:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
@@ -64,7 +64,7 @@ def layer(decoder: Decoder, device: torch.device, ranks: int, asynchronous: bool
     _plan(decoder, mesh)
     block = decoder.blocks[0]
     if device.type == "cuda":
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def losses_are_split() -> Any:

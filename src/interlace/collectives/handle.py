@@ -223,8 +223,8 @@ def start(
         result = finish()
         ready = _mark(stream)
     meter.transferred(axis, name, began, ended, nbytes)
-    in_order = stream == torch.cuda.current_stream(stream.device)  # buffers come back to this stream's own memory
-    keep = None if in_order else (launch, finish)
+    in_order = stream == torch.cuda.current_stream(stream.device)
+    keep = (prepare, launch, finish)  # a tensor that only `prepare` reads may not have been read yet either
 
     def wait_on_stream() -> T:
         nonlocal keep

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from interlace.errors import ConfigError, Hang, ResourceError
 from interlace.symmetric.fabric import Event, Fabric
-from interlace.symmetric.record import GAVE_UP, RECORD, stream_record
+from interlace.symmetric.record import GAVE_UP, RECORD, WORDS, stream_record
 
 if TYPE_CHECKING:
     from interlace.symmetric.heap import SymmetricHeap
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 WATCHED = 256  # waits of streams that are remembered until they are known to have passed
 POLL = 50e-6  # seconds between two looks at a stream
-RESCUE = -3  # priority of the stream that lets others go: it must not queue behind them in the hardware
+LOADING = 1.0  # limit of waits, in seconds, while kernels are loaded
+RESCUE = -3  # priority of the stream that lets others go
 WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (word - value) >= 0
 
 
@@ -70,7 +71,10 @@ class OnGpu(Fabric):
         self._many = WATCHED  # entries of that list at which the passed ones leave it
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._driver = ctypes.CDLL("libcuda.so.1")
+        # What lets a stream go must not queue behind it: no kernel, and memory that is pinned by now.
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
+        self._said = torch.zeros(len(WORDS), dtype=torch.int64).pin_memory()
+        self._raised = torch.zeros(2, dtype=torch.int32).pin_memory()
 
     def synchronize(self) -> None:
         """Ends when the current and all named streams have; a stream's own wait past its limit is let go."""
@@ -100,10 +104,12 @@ class OnGpu(Fabric):
             if not int(gave_up.item()):
                 offset = late.flag.data_ptr() - head.data_ptr()
                 words = stream_record(late.peer, offset, late.value, have, now - late.since)
-                record = head[RECORD : RECORD + 8 * len(words)].view(torch.int64)
-                record.copy_(torch.tensor(words))
-                gave_up.fill_(1)
-            late.flag.fill_(late.value)
+                self._said.copy_(torch.tensor(words))
+                self._raised[0] = 1
+                head[RECORD : RECORD + self._said.nbytes].view(torch.int64).copy_(self._said, non_blocking=True)
+                gave_up.copy_(self._raised[:1], non_blocking=True)
+            self._raised[1] = late.value
+            late.flag.view(1).copy_(self._raised[1:], non_blocking=True)
             self._rescue.synchronize()
 
     @contextlib.contextmanager
@@ -258,26 +264,19 @@ class Meeting:
 
 
 class OneGpu(OnGpu):
-    """One of several ranks on one GPU: a thread, a stream, and a share of one allocation.
-
-    loading: kernels are still to be loaded, for which the driver may wait until every stream of the GPU is idle, those
-    of ranks included whose flags only this thread could write.  So no wait may then be without a limit of its own.
-    """
+    """One of several ranks on one GPU: a thread, a stream, and a share of one allocation."""
 
     def __init__(self, rank: int, whole: torch.Tensor, meeting: Meeting, loading: bool) -> None:
         super().__init__(whole.device)
-        self.rank, self.size, self._meeting, self._loading = rank, meeting.size, meeting, loading
+        self.rank, self.size, self._meeting, self.loading = rank, meeting.size, meeting, loading
         self.sharing = meeting.size
         self.arenas = list(whole.view(meeting.size, -1))
+        if loading:
+            self.abort()
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int, context: torch.Tensor) -> None:
-        if not self._loading or isinstance(value, torch.Tensor):
+        if not self.loading or isinstance(value, torch.Tensor):
             super().wait(flag, value, peer, context)
-            return
-        from interlace.symmetric import device
-
-        await_flag: Any = device.await_flag[(1,)]
-        await_flag(flag, value, peer, context, VALUE_IN_MEMORY=False, KERNEL="a stream", num_warps=1)
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         return self._meeting.exchange(self.rank, values)
@@ -293,11 +292,13 @@ def on_one_gpu(
     """`function(heap)` for each of several ranks that share one GPU, each a thread with a stream; results by rank.
 
     Real fences and real concurrency where only one GPU is at hand.  All ranks' programs together must fit on it.  A
-    first pass with a short limit compiles and loads the kernels, since loading one may wait for another rank's
-    spinning one; its results and failures are dropped.
+    first pass, in which no wait waits, compiles and loads the kernels, since the driver may load one only once every
+    stream of the GPU is idle, those of ranks included that wait for this one; its results and failures are dropped.
+    Streams share CUDA_DEVICE_MAX_CONNECTIONS queues (8 unless it is set before CUDA starts; 32 at most), in which a
+    waiting one holds up those behind it: set it above the number of streams that the ranks make.
     """
     with contextlib.suppress(Exception):
-        _threads(function, ranks, nbytes, 1.0, device, loading=True)
+        _threads(function, ranks, nbytes, LOADING, device, loading=True)
     return _threads(function, ranks, nbytes, timeout, device, loading=False)
 
 

@@ -32,6 +32,7 @@ class Fabric(ABC):
     origin: int = 0  # where signals and epochs begin
     poison: bool = True  # whether fresh memory is filled with a value nobody can mistake for a result
     sharing: int = 1  # ranks on this rank's device: their programs that wait must fit on it together
+    loading: bool = False  # kernels are only being loaded: no wait waits, and none that left has failed
     limit: float = 10.0  # seconds a wait may take; the heap sets it
 
     @abstractmethod

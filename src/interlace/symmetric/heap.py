@@ -238,7 +238,7 @@ class SymmetricHeap:
     def check(self) -> None:
         """Raises Hang, naming the peer, if a wait in a kernel of this rank gave up."""
         record = self.record()
-        if record is not None:
+        if record is not None and not self.fabric.loading:
             raise Hang(record.sentence(self.name_of(record.flag)), peer=record.peer, rank=self.rank)
 
     def name_of(self, offset: int) -> str:
