@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES, LAUNCHES = ROOT / "examples" / "symmetric", ROOT / "tests" / "check"
+PEERS = ROOT / ".peers"  # packages that a machine lacks
 RANKS = (2, 3, 4)
 GRACE = 30.0  # seconds after the end for the schedules that have begun
 PERIOD = 10.0  # seconds between lines of progress
@@ -196,7 +197,6 @@ def read(out: Path) -> list[Line]:
 def work(given: Connection) -> None:
     """A worker: takes a piece and when to stop, gives back its line."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    sys.path[:0] = [str(ROOT / "src"), str(LAUNCHES)]
     known = rows()
     with contextlib.suppress(EOFError, OSError):  # the parent has gone
         while True:
@@ -392,6 +392,10 @@ def main() -> None:
     if given.table:
         print(table(lines, known) if lines else f"{given.out} has no lines")
         return
+    sys.path[:] = [str(ROOT / "src"), str(LAUNCHES), *sys.path, str(PEERS)]  # workers get the same
+    for package in ("torch", "triton", "greenlet"):
+        if importlib.util.find_spec(package) is None:
+            sys.exit(f"{package} is not installed; pip install --no-deps --target {PEERS} {package}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = [int(size) for size in given.ranks.split(",")]
     now = sources()
