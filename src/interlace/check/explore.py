@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import sys
 import time
@@ -108,16 +109,16 @@ class Explorer:
 
     def run(self, settings: _Run) -> Report | None:
         """One schedule; None if nothing was found."""
+        self.schedules += 1
         while True:
             torch.default_generator.manual_seed(0)
             np.random.seed(0)
+            before = self.events
             try:
-                found = self._once(settings)
+                return self._once(settings)
             except Grow:
                 self.capacity *= 2
-                continue
-            self.schedules += 1
-            return found
+                self.events = before
 
     def _once(self, settings: _Run) -> Report | None:
         size = settings.ranks
@@ -241,37 +242,47 @@ def explore(
     barriers: bool = True,
     nbytes: int = 1 << 20,
     most: int = 1,
+    seconds: float = math.inf,
+    residency: bool = True,
     name: str = "",
 ) -> Verdict:
     """Runs `launch` on each number of ranks under `schedules` schedules, seeds `seed`, `seed + 1`, ...
 
+    A seed alone decides a schedule in which nobody stops, so that calls over ranges of seeds explore what one call over
+    all of them would.
+
     Args:
         resident: programs of a rank that run at once, at most; None: all of a launch.  Without it the verdict also
-            says how few suffice.
+            says how few suffice, unless `residency` is False.
         replays: enqueues again, so many times, what each rank has enqueued since its last collective, with the same
             scalars, as a CUDA graph's replays do.
         stop: in every schedule one rank stops at some event, and every wait of the others must end.
         barriers: False takes a release as covering the whole program, with no `tl.debug_barrier` before it.
         most: reports after which exploring ends.
+        seconds: of the wall's clock, after which no schedule begins.
     """
     sizes = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if not sizes or min(sizes) < 1 or schedules < 1 or (resident is not None and resident < 1):
         raise ConfigError(f"ranks {sizes}, schedules {schedules}, resident {resident}: all must be at least 1.")
     explorer = Explorer(launch, replays, barriers, nbytes)
     found: list[Report] = []
-    begin = time.process_time()
+    begin, ends = time.process_time(), time.monotonic() + seconds
     notes: list[str] = []
+    late = False
     with explorer.open():
         for size in sizes:
             for settings in _settings(explorer, size, schedules, seed, resident, stop):
+                late = time.monotonic() >= ends
+                if late:
+                    break
                 report = _guarded(explorer, settings)
                 if report is not None and (report.kind, report.steps) not in [(r.kind, r.steps) for r in found]:
                     found.append(report)
                 if len(found) >= most:
                     break
-            if len(found) >= most:
+            if late or len(found) >= most:
                 break
-            if resident is None and not stop and not found:
+            if residency and resident is None and not stop and not found:
                 notes += _residency(explorer, size, schedules, seed)
     explored = [
         f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
@@ -279,11 +290,12 @@ def explore(
         "signals from 0 and from just below the wrap of 32 bits",
         *([f"{replays} replays with the same scalars"] if replays else []),
         *(["one rank stops"] if stop else []),
+        *([f"not all of these: {seconds:g} seconds were over"] if late else []),
     ]
-    seconds = time.process_time() - begin
+    spent = time.process_time() - begin
     called = name or getattr(launch, "__name__", "launch")
     return Verdict(
-        called, sizes, explorer.schedules, explorer.events, seconds, tuple(found), tuple(notes), tuple(explored)
+        called, sizes, explorer.schedules, explorer.events, spent, tuple(found), tuple(notes), tuple(explored)
     )
 
 
