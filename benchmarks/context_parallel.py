@@ -1,7 +1,8 @@
 """Attention over the context axis, forward and backward, beside the ideal and other libraries' context parallelism.
 
     torchrun --nproc-per-node N benchmarks/context_parallel.py [--lengths 4096,8192,...] [--heads 32/8x128]
-        [--variants ring,gather,ulysses,torch-alltoall,torch-allgather,ringmaster-zigzag,ringmaster-ulysses]
+        [--variants ring,gather,ulysses,torch-alltoall,torch-allgather,torch-alltoall-cudnn,torch-allgather-cudnn,
+                    ringmaster-zigzag,ringmaster-ulysses]
         [--documents] [--rounds 9] [--out FILE]
 
 One sequence of each length, N ranks.  The ideal is 1/N of what one device takes for the whole, by the quickest of
@@ -41,6 +42,7 @@ sys.path.append(str(Path(__file__).parent))
 
 Run = Callable[[], None]
 BYTES_PER_TOKEN = 4
+VARIANTS = "ring,gather,ulysses,torch-alltoall,torch-allgather,torch-alltoall-cudnn,torch-allgather-cudnn"
 
 
 def documents_of(length: int) -> Tensor:
@@ -118,6 +120,27 @@ def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def timed_native(name: str, tensors: list[Tensor], group: Group, rounds: int) -> dict[str, float]:
+    """Seconds of one of PyTorch's own; none if it does not take these tensors."""
+    import peers.torch_context as peer
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(group.device.type, (group.size,), mesh_dim_names=("cp",))
+    _, rotate, kernel, *_ = [*name.split("-"), "flash"]
+    with peer.attention(mesh, *tensors, rotate, kernel) as run:
+        try:
+            run()
+        except RuntimeError as error:  # on any rank alike
+            say(f"{name}: {str(error).splitlines()[0]}", group)
+            return {}
+        return timed({name: run}, group, rounds)
+
+
+def say(line: str, group: Group) -> None:
+    if group.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
 def check(name: str, found: list[Tensor], expected: list[Tensor], at: Tensor) -> None:
     """Raises unless both are equal, as far as their dtype goes."""
     limit = 1e-5 if found[0].dtype == torch.float32 else 2e-2
@@ -154,31 +177,28 @@ def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]
     ideal = min(timed({name: run for name, (run, _) in single.items()}, group, options.rounds).values()) / group.size
     expected = next(iter(single.values()))[1]
     runs: dict[str, Run] = {}
-    with ExitStack() as stack:
-        for name in options.variants.split(","):
-            if name.startswith("torch"):
-                if device.type != "cuda" or options.documents:
-                    continue  # flash on CUDA, plain causal
-                import peers.torch_context as peer
-                from torch.distributed.device_mesh import init_device_mesh
+    native = []
+    for name in options.variants.split(","):
+        if name.startswith("torch"):
+            if device.type == "cuda" and not options.documents:
+                native.append(name)  # plain causal, by kernels of CUDA
+            continue
+        if name.startswith("ringmaster"):
+            if options.documents or (device.type != "cuda" and "ulysses" not in name):
+                continue  # packed documents are a dense mask there; its ring needs flash on CUDA
+            import peers.ringmaster as ringmaster
 
-                mesh = init_device_mesh(device.type, (group.size,), mesh_dim_names=("cp",))
-                runs[name] = stack.enter_context(peer.attention(mesh, *tensors, name.partition("-")[2]))
-                continue
-            if name.startswith("ringmaster"):
-                if options.documents or (device.type != "cuda" and "ulysses" not in name):
-                    continue  # packed documents are a dense mask there; its ring needs flash on CUDA
-                import peers.ringmaster as ringmaster
-
-                runs[name], left, at = ringmaster.attention(name.partition("-")[2], tensors)
-                runs[name]()
-                check(name, left, expected, at)
-                continue
-            axis = SequenceAxis(group, length, name)
-            runs[name], left = split(axis, whole, tensors)
+            runs[name], left, at = ringmaster.attention(name.partition("-")[2], tensors)
             runs[name]()
-            check(name, left, expected, axis.columns().to(device))
-        times = timed(runs, group, options.rounds)
+            check(name, left, expected, at)
+            continue
+        axis = SequenceAxis(group, length, name)
+        runs[name], left = split(axis, whole, tensors)
+        runs[name]()
+        check(name, left, expected, axis.columns().to(device))
+    times = timed(runs, group, options.rounds)
+    for name in native:  # by itself: what else runs meanwhile would be part of its ring
+        times |= timed_native(name, tensors, group, options.rounds)
     flops = 3.5 * 4 * heads * head_dim * seen_pairs(length, documents_BT) / group.size
     return [
         f"| {length} | {name} | {1e3 * seconds:.3f} | {flops / seconds / 1e12:.1f} | {100 * ideal / seconds:.1f} % |"
@@ -190,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="4096,8192,16384,32768,131072")
     parser.add_argument("--heads", default="32/8x128", help="query heads / key-value heads x head size")
-    parser.add_argument("--variants", default="ring,gather,ulysses,torch-alltoall,torch-allgather")
+    parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--documents", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out")

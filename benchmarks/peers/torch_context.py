@@ -1,6 +1,7 @@
 """PyTorch's own context parallelism (`torch.distributed.tensor.experimental.context_parallel`) around its attention.
 
-Plain causal only, head-tail balanced; keys and values travel by all-gather or from rank to rank ("alltoall").
+Plain causal only, head-tail balanced; keys and values travel by all-gather or from rank to rank ("alltoall").  Inside
+the block PyTorch takes every attention of this process for a part of such a ring, others' too.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from torch.distributed.tensor.experimental import _attention as options
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
 
 @contextmanager
 def attention(
-    mesh: DeviceMesh, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, grad_BTHE: Tensor, rotate: str
+    mesh: DeviceMesh, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, grad_BTHE: Tensor, rotate: str, kernel: str
 ) -> Iterator[Callable[[], None]]:
-    """A function that runs forward and backward once on this rank's share of whole tensors.
+    """A function that runs forward and backward once on this rank's share of whole tensors.  kernel: "flash", "cudnn".
 
     Heads of keys and values are repeated before the clock starts, which spares it that work: its ring takes no fewer.
     """
@@ -30,7 +33,7 @@ def attention(
     options.set_rotate_method(rotate)
     with (
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        sdpa_kernel(KERNELS[kernel]),
     ):
         q, k, v = (x.requires_grad_() for x in buffers[:3])
 

@@ -59,7 +59,7 @@ class ParallelPlan(Section):
     `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out.  `sequence` splits
     what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches keys of
-    other `cp` ranks: from rank to rank, all at once a head at a time, or by dealing out heads; auto = what sends least.
+    other `cp` ranks: from rank to rank, some heads of all at a time, or by dealing out heads; auto = what sends least.
     `expert_halves` cuts the rows of a layer of experts in two over `ep`, so that one half travels while the other is
     multiplied.
     `overlap`: off lets every transfer run by itself; otherwise they run beside products, and those of `tp` as plain

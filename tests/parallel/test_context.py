@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from interlace.collectives import Group, Meter
 from interlace.models.attention import Pattern
 from interlace.parallel import blocks
 from interlace.parallel.blocks import Tiling
+from interlace.parallel.context import Blocks, SequenceAxis
 from interlace.plan import context as plan
 
 Run = Callable[..., list[Any]]
@@ -155,3 +157,26 @@ def test_merging_nothing_changes_nothing_and_nan_is_kept() -> None:
     assert logs.flatten().tolist() == [0.5, -torch.inf]
     blocks.merge(out, logs, torch.full((1, 2, 1, 1), torch.nan), torch.full((1, 1, 2), torch.nan))
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("length", [16, 37])
+@pytest.mark.parametrize("ways", [2, 3, 4])
+def test_plain_causal_is_one_kernel_for_each_rank_whose_keys_are_seen(ways: int, length: int) -> None:
+    """A triangle over all that a rank holds, and a full rectangle over what each other one sends."""
+    pairs = 0
+    for rank in range(ways):
+        group = Group("cp", tuple(range(ways)), rank, torch.device("cpu"), Meter(record=False))
+        axis = SequenceAxis(group, length, "ring")
+        work = Blocks(axis, Tiling(length, ways, Pattern(1, length, torch.device("cpu"))))
+        own = len(axis.columns())
+        kv = torch.zeros(2, 1, own, 1, 1)
+        (piece,) = work.tiles(work.own(kv), None, 1, 1, fused=True)
+        assert (piece.tile.kind, piece.queries, piece.keys) == ("causal", slice(0, own), slice(0, own))
+        pairs += own * (own + 1) // 2
+        assert len(work.tiles(work.own(kv), None, 1, 1, fused=False)) == 3
+        for stage in work.stages(1):
+            arrived = work.views(torch.zeros(work.total(stage, kv.shape)), work.taken(stage), kv.shape, stage)
+            (piece,) = work.tiles(arrived, stage, 1, 1, fused=False)
+            assert piece.tile.kind == "full"
+            pairs += (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
+    assert pairs == length * (length + 1) // 2

@@ -118,8 +118,9 @@ class Pattern:
 
         sunk: their softmax has a sink.
         """
+        varlen = _varlen_runs(self.device, dtype, head_dim)  # now: the compiler should find the answer, not look for it
         needs = not self.plain or (sunk and self.device.type == "cuda")
-        if needs and not (_varlen_runs(self.device, dtype, head_dim) and self.runs is not None):
+        if needs and not (varlen and self.runs is not None):
             _ = self.mask_B1TS
 
 
@@ -206,14 +207,19 @@ def _varlen(
     return out.view_as(q_BTHE)
 
 
-@functools.cache
+_varlen_found: tuple[Any, frozenset[str]] | None = None  # not a cached function: the compiler looks behind those
+
+
 def _varlen_kernel() -> tuple[Any, frozenset[str]]:
     """PyTorch's `varlen_attn` and its options; found when a GPU needs it, since its module takes a second to import."""
-    try:
-        found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except ImportError:
-        return None, frozenset()
-    return found, frozenset(inspect.signature(found).parameters)
+    global _varlen_found
+    if _varlen_found is None:
+        try:
+            found = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+            _varlen_found = found, frozenset(inspect.signature(found).parameters)
+        except ImportError:
+            _varlen_found = None, frozenset()
+    return _varlen_found
 
 
 def _varlen_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -11,6 +11,7 @@ Others, and every tile on a CPU, are written out, a few queries at a time: never
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch import Tensor
 from interlace.plan import context as plan
 from interlace.plan.context import Range
 
+aten = torch.ops.aten
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}  # of a tile that are in memory at a time
 BAND = 64  # queries that a window's tiles have at least
 
@@ -166,9 +168,13 @@ def forward(
 
     kept_BHTS: factors of the probabilities (dropout).
     """
-    if _flash_runs(q_BTHE, mask, kept_BHTS):
+    if is_fused(q_BTHE) and mask.kind != "mask" and kept_BHTS is None:
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
-        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask.kind == "causal")
+        is_causal = mask.kind == "causal"
+        if _cudnn_runs(q_BTHE):
+            made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
+            return made[0].transpose(1, 2).float(), made[1].squeeze(-1)
+        made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
         return made[0].transpose(1, 2).float(), made[1]
     wide = torch.promote_types(q_BTHE.dtype, torch.float32)
     k, v = (x.transpose(1, 2).to(wide) for x in (k_BSKE, v_BSKE))
@@ -226,8 +232,8 @@ def backward(
 
     out, logs: over all keys.  delta: the sum over E of grad x out.
     """
-    if _flash_runs(q_BTHE, mask, kept_BHTS):
-        return _flash_backward(grad_BTHE, q_BTHE, k_BSKE, v_BSKE, out_BTHE, logs_BHT, mask)
+    if is_fused(q_BTHE) and mask.kind != "mask" and kept_BHTS is None:
+        return _fused_backward(grad_BTHE, q_BTHE, k_BSKE, v_BSKE, out_BTHE, logs_BHT, mask.kind == "causal")
     wide, shared, num_heads = logs_BHT.dtype, k_BSKE.shape[2], q_BTHE.shape[2]
     k, v = (x.transpose(1, 2).to(wide) for x in (k_BSKE, v_BSKE))
     of_k, of_v, of_q = torch.zeros_like(k), torch.zeros_like(v), []
@@ -275,27 +281,50 @@ def _ungrouped(x_BKTE: Tensor, num_heads: int) -> Tensor:
     return x_BKTE.reshape(batch, num_heads, rows * shared // num_heads, width)
 
 
-# --- PyTorch's flash attention ---------------------------------------------------------------------------------------
+# --- PyTorch's kernels -----------------------------------------------------------------------------------------------
 
 
-def _flash_runs(q_BTHE: Tensor, mask: Mask, kept_BHTS: Tensor | None) -> bool:
-    """Whether PyTorch's flash attention takes the tile: half precision on CUDA, nothing but causal, head size 8 n."""
+def is_fused(q_BTHE: Tensor) -> bool:
+    """Whether a kernel takes full and causal tiles of these queries: half precision on CUDA, head size 8 n."""
     if not q_BTHE.is_cuda or q_BTHE.dtype not in (torch.float16, torch.bfloat16):
         return False
     head_dim = q_BTHE.shape[3]
-    capable = torch.cuda.get_device_capability(q_BTHE.device) >= (8, 0)
-    return capable and kept_BHTS is None and mask.kind != "mask" and head_dim % 8 == 0 and head_dim <= 256
+    return _capability(q_BTHE.device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
 
 
-def _flash_backward(
-    grad_BTHE: Tensor, q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, out_BTHE: Tensor, logs_BHT: Tensor, mask: Mask
+def _cudnn_runs(q_BTHE: Tensor) -> bool:
+    """Whether it is cuDNN's, whose backward adds in no fixed order."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return enabled and _capability(q_BTHE.device) == (9, 0) and q_BTHE.shape[3] <= 128
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _fused_backward(
+    grad_BTHE: Tensor,
+    q_BTHE: Tensor,
+    k_BSKE: Tensor,
+    v_BSKE: Tensor,
+    out_BTHE: Tensor,
+    logs_BHT: Tensor,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of a tile from the output and log-sum over all keys, as flash attention defines them."""
     grad, q, k, v, out = (x.transpose(1, 2) for x in (grad_BTHE, q_BTHE, k_BSKE, v_BSKE, out_BTHE))
-    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout alone
-    made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad.to(q.dtype), q, k, v, out, logs_BHT.contiguous(), None, None, q.shape[2], k.shape[2], 0.0,
-        mask.kind == "causal", random, random[:0],
-    )  # fmt: skip
+    grad, logs_BHT = grad.to(q.dtype), logs_BHT.contiguous()
+    sizes = None, None, q.shape[2], k.shape[2]
+    if _cudnn_runs(q_BTHE):
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # read with dropout alone
+        made = aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, logs_BHT[..., None], unused, unused, None, *sizes, 0.0, is_causal
+        )
+    else:
+        random = torch.empty(2, dtype=torch.uint64, device=q.device)  # likewise
+        made = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, logs_BHT, *sizes, 0.0, is_causal, random, random[:0]
+        )
     of_q, of_k, of_v = (x.transpose(1, 2).float() for x in made[:3])
     return of_q, of_k, of_v

@@ -5,21 +5,23 @@ behind it.  Sequences lie in the layout "T/cp~", so that causal attention is eve
 
     ring      keys and values of one other rank at a time, straight from their owner, while those of the one before are
               attended to; at most two ranks' are here at once                     (Liu et al., arXiv 2310.01889)
-    gather    those of all other ranks, one key-value head at a time, while the head before is attended to
+    gather    those of all other ranks, some key-value heads at a time, while the heads before are attended to
     ulysses   heads are dealt out: every rank attends to the whole sequence with some of them
                                                                                    (Jacobs et al., arXiv 2309.14509)
 
 Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32, gradients of keys and
 values are fp32, travel to their owner and are added there in one order.  Blocks that the mask leaves empty are neither
-sent nor computed; every rank knows all documents, so all agree on them without a word.  Keys and values are fetched
-again in backward, not kept.  Ulysses runs the model's own attention in between, whatever its mask.
+sent nor computed; every rank knows all documents, so all agree on them without a word.  Tiles side by side
+are one call of a kernel: of plain causal attention one for what a rank sends, and one for its own.  Keys and values are
+fetched again in backward, not kept.  Ulysses runs the model's own attention in between, whatever its mask.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from interlace import random
 from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
-from interlace.parallel.blocks import Tile, Tiling, backward, forward, merge, sink, sink_gradient
+from interlace.parallel.blocks import Tile, Tiling, backward, forward, is_fused, merge, sink, sink_gradient
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
 
@@ -193,7 +195,7 @@ class SplitRoom(nn.Module):
 
 # --- block by block --------------------------------------------------------------------------------------------------
 
-Arrived = list[tuple[int, Tensor]]  # pieces of keys and values: number, [2 B n K E]
+Arrived = list[tuple[tuple[int, ...], Tensor]]  # keys and values of some pieces, one after another: [2 B n K E]
 
 
 class Blocks:
@@ -233,8 +235,12 @@ class Blocks:
         ]
 
     def own(self, kv: Tensor) -> Arrived:
-        """Views of the pieces that are held here."""
-        return [(place, kv[:, :, at : at + self.size(place)]) for place, at in self.offsets.items()]
+        """The pieces that are held here."""
+        return [(self.axis.places, kv)]
+
+    def here(self, pieces: Sequence[int]) -> slice:
+        """Where pieces that are held here and lie side by side stand."""
+        return slice(self.offsets[pieces[0]], self.offsets[pieces[-1]] + self.size(pieces[-1]))
 
     def given(self, stage: Stage) -> list[tuple[int, ...]]:
         """For every rank the own pieces that it takes in this stage."""
@@ -264,10 +270,10 @@ class Blocks:
             del arrived
 
     def _fetch(self, stage: Stage, kv: Tensor) -> Handle[Arrived]:
-        heads, at = slice(*stage.heads), self.offsets
+        heads = slice(*stage.heads)
         given, taken = self.given(stage), self.taken(stage)
         row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
-        parts = [kv[:, :, at[p] : at[p] + self.size(p), heads].reshape(-1) for there in given for p in there]
+        parts = [kv[:, :, self.here(pieces), heads].reshape(-1) for pieces in given if pieces]
         flat = torch.cat(parts) if parts else kv.new_empty(0)
         sizes, arriving = self._sizes(given, row), self._sizes(taken, row)
         moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="keys and values")
@@ -284,20 +290,19 @@ class Blocks:
         moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="their gradients")
 
         def add() -> None:
-            for piece, grads in self.views(moving.wait(), given, kv.shape, stage):
-                at = self.offsets[piece]
-                kv[:, :, at : at + self.size(piece), slice(*stage.heads)] += grads
+            for pieces, grads in self.views(moving.wait(), given, kv.shape, stage):
+                kv[:, :, self.here(pieces), slice(*stage.heads)] += grads
 
         return add
 
     def views(self, flat: Tensor, pieces: Sequence[tuple[int, ...]], shape: torch.Size, stage: Stage) -> Arrived:
-        """Pieces that lie one after another, each [2 B n heads E]."""
+        """What ranks send, one after another, each [2 B n heads E]."""
         batch, heads, head_dim = shape[1], stage.heads[1] - stage.heads[0], shape[4]
         found, at = [], 0
-        for piece in (piece for those in pieces for piece in those):
-            made = (2, batch, self.size(piece), heads, head_dim)
-            count = 2 * batch * self.size(piece) * heads * head_dim
-            found.append((piece, flat[at : at + count].view(made)))
+        for those in filter(None, pieces):
+            made = (2, batch, sum(map(self.size, those)), heads, head_dim)
+            count = math.prod(made)
+            found.append((those, flat[at : at + count].view(made)))
             at += count
         return found
 
@@ -309,19 +314,25 @@ class Blocks:
     def _sizes(self, pieces: Sequence[tuple[int, ...]], row: int) -> list[int]:
         return [row * sum(self.size(piece) for piece in those) for those in pieces]
 
-    def tiles(self, arrived: Arrived, stage: Stage | None, kv_heads: int, num_heads: int) -> list[_Piece]:
-        """Every tile between own queries and the pieces that are here, with what it reads."""
-        found = []
+    def tiles(self, arrived: Arrived, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
+        """Every tile between own queries and the pieces that are here, with what it reads.
+
+        fused: a causal tile costs half of what a full one does, so that triangles may grow.
+        """
+        found: list[_Piece] = []
         heads = stage.heads if stage is not None else (0, kv_heads)
         shared = num_heads // kv_heads
-        for number, (b, kv) in enumerate(arrived):
-            for a, at in self.offsets.items():
-                for tile in self.tiling.tiles(a, b):
-                    queries = slice(tile.queries[0] - self.cut[a][0] + at, tile.queries[1] - self.cut[a][0] + at)
-                    keys = slice(tile.keys[0] - self.cut[b][0], tile.keys[1] - self.cut[b][0])
-                    own = slice(heads[0] * shared, heads[1] * shared)
-                    found.append(_Piece(tile, number, kv, queries, keys, own))
-        return found
+        own = slice(heads[0] * shared, heads[1] * shared)
+        for number, (pieces, kv) in enumerate(arrived):
+            begin = 0
+            for b in pieces:
+                for a, at in self.offsets.items():
+                    for tile in self.tiling.tiles(a, b):
+                        queries = slice(tile.queries[0] - self.cut[a][0] + at, tile.queries[1] - self.cut[a][0] + at)
+                        keys = slice(tile.keys[0] - self.cut[b][0] + begin, tile.keys[1] - self.cut[b][0] + begin)
+                        found.append(_Piece(tile, number, kv, queries, keys, own))
+                begin += self.size(b)
+        return found if self.keep is not None else _joined(found, fused)
 
     def kept(self, piece: _Piece, num_heads: int) -> Tensor | None:
         """What dropout leaves of a tile's probabilities: 0 or 1 / (1 - p), [rows heads queries keys]."""
@@ -357,6 +368,56 @@ class _Piece:
         return self.tile.rows, self.keys
 
 
+def _joined(pieces: Sequence[_Piece], fused: bool) -> list[_Piece]:
+    """The same pairs in fewer tiles: full ones side by side, and with `fused` two triangles and what lies under both.
+
+    The ranges of such a tile begin where its first one's do, and are as long as what it reads.
+    """
+    found: list[_Piece] = []
+    for piece in pieces:
+        while found and (both := _side_by_side(found[-1], piece)) is not None:
+            found.pop()
+            piece = both
+        found.append(piece)
+        if fused and len(found) >= 3 and _is_triangle(*found[-3:]):
+            first, _, last = found[-3:]
+            found[-3:] = [
+                _grown(first, slice(first.queries.start, last.queries.stop), slice(first.keys.start, last.keys.stop))
+            ]
+    return found
+
+
+def _grown(piece: _Piece, queries: slice, keys: slice) -> _Piece:
+    (t, _), (s, _) = piece.tile.queries, piece.tile.keys
+    ranges = (t, t + queries.stop - queries.start), (s, s + keys.stop - keys.start)
+    tile = replace(piece.tile, queries=ranges[0], keys=ranges[1])
+    return replace(piece, tile=tile, queries=queries, keys=keys)
+
+
+def _side_by_side(a: _Piece, b: _Piece) -> _Piece | None:
+    """One full tile that is two, along queries or along keys; or None."""
+    if not _is_alike(a, b) or {a.tile.kind, b.tile.kind} != {"full"}:
+        return None
+    if a.keys == b.keys and a.queries.stop == b.queries.start:
+        return _grown(a, slice(a.queries.start, b.queries.stop), a.keys)
+    if a.queries == b.queries and a.keys.stop == b.keys.start:
+        return _grown(a, a.queries, slice(a.keys.start, b.keys.stop))
+    return None
+
+
+def _is_triangle(a: _Piece, b: _Piece, c: _Piece) -> bool:
+    """Whether they are a triangle, all pairs of the queries after it with its keys, and the next triangle."""
+    kinds = [piece.tile.kind for piece in (a, b, c)]
+    under = b.keys == a.keys and b.queries == c.queries
+    after = a.queries.stop == c.queries.start and a.keys.stop == c.keys.start
+    return kinds == ["causal", "full", "causal"] and _is_alike(a, b) and _is_alike(b, c) and under and after
+
+
+def _is_alike(a: _Piece, b: _Piece) -> bool:
+    """Whether they are of the same rows and heads, and of keys that lie together."""
+    return (a.number, a.heads, a.tile.rows) == (b.number, b.heads, b.tile.rows)
+
+
 class _Attend(torch.autograd.Function):
     """(q_BTHE, k_BTKE, v_BTKE) of the positions held here, and sinks_H or None -> [B T H E], by ring or gather.
 
@@ -367,15 +428,24 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Blocks) -> Tensor:
         num_heads, kv_heads = q.shape[2], k.shape[2]
         wide = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-        logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
+        out = logs = torch.empty(0)
 
         def compute(stage: Stage | None, arrived: Arrived) -> None:
-            for piece in work.tiles(arrived, stage, kv_heads, num_heads):
+            nonlocal out, logs
+            pieces = work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q))
+            everyone = slice(0, q.shape[0]), slice(0, q.shape[1])
+            alone = stage is None and [(piece.tile.rows, piece.queries) for piece in pieces] == [everyone]
+            if stage is None and not alone:
+                out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+                logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
+            for piece in pieces:
                 keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
                 keep = work.kept(piece, num_heads)
                 made, log = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
-                merge(out[piece.query_index], logs[piece.log_index], made, log)
+                if alone:
+                    out, logs = made, log
+                else:
+                    merge(out[piece.query_index], logs[piece.log_index], made, log)
 
         work.circulate(torch.stack((k, v)), compute)
         if sinks is not None:
@@ -402,7 +472,7 @@ class _Attend(torch.autograd.Function):
             else:
                 flat = grad_kv.new_zeros(work.total(stage, kv.shape))
                 places = work.views(flat, work.taken(stage), kv.shape, stage)
-            for piece in work.tiles(arrived, stage, kv_heads, num_heads):
+            for piece in work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q)):
                 keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
                 index, log_index, place = piece.query_index, piece.log_index, places[piece.number][1]
                 mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)

@@ -23,6 +23,7 @@ Range = tuple[int, int]
 Documents = Sequence[Sequence[int] | None]
 
 EXCHANGES = ("ring", "gather", "ulysses")
+GROUPS = 4  # of key-value heads, that gather fetches one after another
 
 
 def as_data(plan: ParallelPlan) -> ParallelPlan:
@@ -98,10 +99,11 @@ class Stage:
 
 
 def stages(exchange: str, ways: int, kv_heads: int) -> tuple[Stage, ...]:
-    """ring: one other rank at a time, all heads.  gather: all other ranks, one head at a time."""
+    """ring: one other rank at a time, all heads.  gather: all other ranks, a quarter of the heads at a time, or one."""
     if exchange == "ring":
         return tuple(Stage((distance,), (0, kv_heads)) for distance in range(1, ways))
-    return tuple(Stage(tuple(range(1, ways)), (head, head + 1)) for head in range(kv_heads))
+    parts = min(kv_heads, GROUPS)
+    return tuple(Stage(tuple(range(1, ways)), split(kv_heads, parts, part)) for part in range(parts))
 
 
 def splits_heads(num_heads: int, kv_heads: int, ways: int) -> bool:
