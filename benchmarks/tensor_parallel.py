@@ -28,6 +28,7 @@ import os
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,20 @@ def build(name: str, cfg: ModelConfig, groups: Groups, device: torch.device, bat
     return made
 
 
+def attempt(name: str, *rest: Any) -> Variant | None:
+    """`build`; None, said in a line, where another library cannot, on every rank alike."""
+    try:
+        return build(name, *rest)
+    except AssertionError:
+        raise
+    except Exception as error:
+        if name.startswith("ours"):
+            raise
+        said = str(error).strip().splitlines()
+        print(f"{name}: left out, {type(error).__name__}: {said[0] if said else ''}", file=sys.stderr, flush=True)
+        return None
+
+
 def waited(variant: Variant) -> float:
     """ms that the last step stood still, on the rank that waited most; nothing where nobody measures."""
     own = 1e3 * sum(variant.record.waited().values()) if variant.record is not None else 0.0
@@ -173,7 +188,8 @@ def main() -> None:
     turns = [[name] for name in rounds] if given.alone else [list(rounds)]
     for names in turns:
         _free(device)
-        variants = [build(name, cfg, groups, device, batch, expected) for name in names]
+        tried = [attempt(name, cfg, groups, device, batch, expected) for name in names]
+        variants = [variant for variant in tried if variant is not None]
         for _ in range(given.rounds):
             for variant in variants:
                 rounds[variant.name].append(timed(variant, batch, given.steps, device))
@@ -205,7 +221,7 @@ def table(
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
     topology = Topology.from_device_name(machine)
-    medians = {name: statistics.median(ms) for name, ms in rounds.items()}
+    medians = {name: statistics.median(ms) for name, ms in rounds.items() if ms}
     best = min((ms for name, ms in medians.items() if not name.startswith("ours")), default=None)
     serial = next((ms for name, ms in medians.items() if name.startswith("ours-serial")), None)
     lines = [
