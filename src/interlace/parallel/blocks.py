@@ -164,18 +164,19 @@ def _starts(documents_BT: Tensor) -> list[list[int] | None]:
 def forward(
     q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: Mask, kept_BHTS: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The tile's output [B T H E] and log-sum [B H T], fp32; 0 and -inf for a query that sees none of the keys.
+    """The tile's output [B T H E], fp32 or as a kernel made it, and its log-sum [B H T], fp32; 0 and -inf for a query
+    that sees none of the keys.
 
     kept_BHTS: factors of the probabilities (dropout).
     """
-    if is_fused(q_BTHE) and mask.kind != "mask" and kept_BHTS is None:
+    if is_one_kernel(q_BTHE, mask, kept_BHTS):
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BSKE, v_BSKE))
         is_causal = mask.kind == "causal"
         if _cudnn_runs(q_BTHE):
             made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal)
-            return made[0].transpose(1, 2).float(), made[1].squeeze(-1)
+            return made[0].transpose(1, 2), made[1].squeeze(-1)
         made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
-        return made[0].transpose(1, 2).float(), made[1]
+        return made[0].transpose(1, 2), made[1]
     wide = torch.promote_types(q_BTHE.dtype, torch.float32)
     k, v = (x.transpose(1, 2).to(wide) for x in (k_BSKE, v_BSKE))
     outs, logs = [], []
@@ -195,6 +196,11 @@ def forward(
 
 def merge(out_BTHE: Tensor, logs_BHT: Tensor, other_BTHE: Tensor, their_logs_BHT: Tensor) -> None:
     """Joins the results of other keys to `out` and `logs`, in place."""
+    if out_BTHE.is_cuda and out_BTHE.dtype == torch.float32:
+        from interlace.kernels.join import join  # needs Triton
+
+        join(out_BTHE, logs_BHT, other_BTHE, their_logs_BHT)
+        return
     both = torch.logaddexp(logs_BHT, their_logs_BHT)
     nothing = both == float("-inf")
     own, theirs = (
@@ -224,16 +230,17 @@ def backward(
     v_BSKE: Tensor,
     out_BTHE: Tensor,
     logs_BHT: Tensor,
-    delta_BHT: Tensor,
+    delta_BHT: Tensor | None,
     mask: Mask,
     kept_BHTS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tile's part of the gradients of q, k and v, fp32.
+    """The tile's part of the gradients of q, k and v, fp32 or as a kernel made them.
 
-    out, logs: over all keys.  delta: the sum over E of grad x out.
+    out, logs: over all keys.  delta: the sum over E of grad x out, which a kernel makes by itself.
     """
-    if is_fused(q_BTHE) and mask.kind != "mask" and kept_BHTS is None:
+    if is_one_kernel(q_BTHE, mask, kept_BHTS):
         return _fused_backward(grad_BTHE, q_BTHE, k_BSKE, v_BSKE, out_BTHE, logs_BHT, mask.kind == "causal")
+    assert delta_BHT is not None
     wide, shared, num_heads = logs_BHT.dtype, k_BSKE.shape[2], q_BTHE.shape[2]
     k, v = (x.transpose(1, 2).to(wide) for x in (k_BSKE, v_BSKE))
     of_k, of_v, of_q = torch.zeros_like(k), torch.zeros_like(v), []
@@ -292,6 +299,11 @@ def is_fused(q_BTHE: Tensor) -> bool:
     return _capability(q_BTHE.device) >= (8, 0) and head_dim % 8 == 0 and head_dim <= 256
 
 
+def is_one_kernel(q_BTHE: Tensor, mask: Mask, kept_BHTS: Tensor | None) -> bool:
+    """Whether it takes the tile."""
+    return kept_BHTS is None and mask.kind != "mask" and is_fused(q_BTHE)
+
+
 def _cudnn_runs(q_BTHE: Tensor) -> bool:
     """Whether it is cuDNN's, whose backward adds in no fixed order."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
@@ -326,5 +338,5 @@ def _fused_backward(
         made = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs_BHT, *sizes, 0.0, is_causal, random, random[:0]
         )
-    of_q, of_k, of_v = (x.transpose(1, 2).float() for x in made[:3])
+    of_q, of_k, of_v = (x.transpose(1, 2) for x in made[:3])
     return of_q, of_k, of_v

@@ -19,6 +19,7 @@ fetched again in backward, not kept.  Ulysses runs the model's own attention in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,17 @@ from torch.autograd.function import once_differentiable
 
 from interlace import random
 from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
-from interlace.parallel.blocks import Tile, Tiling, backward, forward, is_fused, merge, sink, sink_gradient
+from interlace.parallel.blocks import (
+    Tile,
+    Tiling,
+    backward,
+    forward,
+    is_fused,
+    is_one_kernel,
+    merge,
+    sink,
+    sink_gradient,
+)
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
 
@@ -352,6 +363,11 @@ class _Piece:
     keys: slice
     heads: slice
 
+    def is_all(self, q_BTHE: Tensor) -> bool:
+        """Whether these are all queries."""
+        batch, length, num_heads = q_BTHE.shape[:3]
+        return self.query_index == (slice(0, batch), slice(0, length), slice(0, num_heads))
+
     @property
     def query_index(self) -> tuple[slice, slice, slice]:
         """Into [B T H ..]."""
@@ -433,8 +449,7 @@ class _Attend(torch.autograd.Function):
         def compute(stage: Stage | None, arrived: Arrived) -> None:
             nonlocal out, logs
             pieces = work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q))
-            everyone = slice(0, q.shape[0]), slice(0, q.shape[1])
-            alone = stage is None and [(piece.tile.rows, piece.queries) for piece in pieces] == [everyone]
+            alone = stage is None and len(pieces) == 1 and pieces[0].is_all(q)
             if stage is None and not alone:
                 out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
                 logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
@@ -443,7 +458,7 @@ class _Attend(torch.autograd.Function):
                 keep = work.kept(piece, num_heads)
                 made, log = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
                 if alone:
-                    out, logs = made, log
+                    out, logs = made.to(wide), log
                 else:
                     merge(out[piece.query_index], logs[piece.log_index], made, log)
 
@@ -460,11 +475,15 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logs, sinks = ctx.saved_tensors
         work, num_heads, kv_heads = ctx.work, q.shape[2], k.shape[2]
-        delta = (grad.to(logs.dtype) * out.to(logs.dtype)).sum(dim=-1).transpose(1, 2)  # [B H T]
         kv = torch.stack((k, v))
         grad_q = torch.zeros_like(q, dtype=logs.dtype, memory_format=torch.contiguous_format)
         grad_kv = torch.zeros_like(kv, dtype=logs.dtype)
         returning: list[Callable[[], None]] = []
+
+        @functools.cache
+        def delta() -> Tensor:
+            product: Tensor = grad.to(logs.dtype) * out.to(logs.dtype)
+            return product.sum(dim=-1).transpose(1, 2)  # [B H T]
 
         def compute(stage: Stage | None, arrived: Arrived) -> None:
             if stage is None:
@@ -476,8 +495,8 @@ class _Attend(torch.autograd.Function):
                 keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
                 index, log_index, place = piece.query_index, piece.log_index, places[piece.number][1]
                 mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)
-                saved = out[index], logs[log_index], delta[log_index]
-                made = backward(grad[index], q[index], keys, values, *saved, mask, keep)
+                rest = None if is_one_kernel(q, mask, keep) else delta()[log_index]
+                made = backward(grad[index], q[index], keys, values, out[index], logs[log_index], rest, mask, keep)
                 grad_q[index] += made[0]
                 place[0][piece.key_index] += made[1]
                 place[1][piece.key_index] += made[2]
@@ -488,7 +507,7 @@ class _Attend(torch.autograd.Function):
         work.circulate(kv, compute)
         for add in returning:
             add()
-        of_sinks = None if sinks is None else sink_gradient(logs, delta, sinks)
+        of_sinks = None if sinks is None else sink_gradient(logs, delta(), sinks)
         return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), of_sinks, None
 
 
