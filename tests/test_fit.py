@@ -289,6 +289,23 @@ def test_experts_are_divided_over_ep_not_only_tp() -> None:
     assert estimate(config, config.plan).parameters == pytest.approx(4 * (dense + whole + expert), rel=5e-3)
 
 
+def test_dense_layers_among_experts_count_as_themselves() -> None:
+    """A layer of each kind needs what half of two models of one kind do."""
+    sizes = ("model.num_layers=2", "model.ffn_size=300")
+    experts = ("model.num_experts=4", "model.expert_ffn_size=512", "model.shared_ffn_size=64")
+    for more in ("zero=3 dp=2", "recompute=full"):
+        mixed, dense, routed = (
+            estimate(config, config.plan, "cpu")
+            for given in ([*experts, "model.dense_layers=[0]"], [], experts)
+            for config in [tiny(more, *sizes, *given)]
+        )
+        assert 2 * mixed.optimizer == pytest.approx(dense.optimizer + routed.optimizer, rel=1e-3)
+        if more == "recompute=full":  # of the block that backward runs again, the larger one is counted
+            assert mixed.activations == routed.activations
+        else:
+            assert 2 * mixed.activations == dense.activations + routed.activations
+
+
 def test_micro_batches_of_an_uneven_batch() -> None:
     config = tiny("dp=3", "train.global_batch=17")  # 6, 6, 5
     assert micro_batching(config, config.plan) == (1, 6)

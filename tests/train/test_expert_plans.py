@@ -33,12 +33,20 @@ ROUTER = [
     "model.router_z_loss=0.01",
 ]
 ROOM = ["model.capacity_factor=1.0"]
+FIRST = ["model.num_layers=3", "model.dense_layers=[0]", "model.rotary_dim=2"]
+OTHERS = ["model.num_layers=5", "model.dense_layers=[0,2,4]"]  # two layers of experts, never side by side
 PLANS: dict[int, list[tuple[str, list[str]]]] = {
     2: [
         ("dp=2 ep=2", []),
         ("dp=2 ep=2 zero=3 expert_halves=on recompute=full micro_batches=2", [*SHARED, *ROUTER]),
         ("dp=2 ep=2 zero=2 recompute=selective", [*ODD, *ROOM, "model.dropout=0.1"]),
         ("cp=2 ep=2 zero=1", ["model.num_experts=3", *ODD]),
+        ("dp=2 ep=2 zero=3 recompute=full micro_batches=2", [*OTHERS, *SHARED]),
+        ("cp=2 ep=2 zero=3", [*FIRST, *ROUTER, *ROOM]),
+        ("tp=2 recompute=full", [*FIRST, *SHARED, "model.dropout=0.1"]),
+        ("tp=2 sequence=off", [*OTHERS, *UNEVEN]),
+        ("dp=2 zero=3", [*OTHERS, *SHARED]),
+        ("pp=2 layers=1/2 micro_batches=2", [*FIRST, *ROUTER]),  # a stage without experts
     ],
     3: [
         ("dp=3 ep=3 zero=3 expert_halves=on", ["model.num_experts=5", "train.global_batch=2"]),
@@ -56,6 +64,10 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("cp=2 dp=2 ep=4 zero=3", [*ODD, "model.num_experts=6"]),
         ("pp=2 ep=2 dp=2 zero=3 micro_batches=3", []),
         ("pp=2 ep=2 dp=2 zero=2 schedule=zb-h1 micro_batches=3 expert_halves=on", [*SHARED, *ROUTER]),
+        ("dp=4 ep=2 zero=3 micro_batches=2", OTHERS),
+        ("dp=2 ep=2 tp=2 zero=3 recompute=full", [*FIRST, *SHARED, *ROOM]),
+        ("pp=2 ep=2 dp=2 zero=3 layers=1/2 micro_batches=2", FIRST),
+        ("pp=2 ep=2 cp=2 schedule=zb-h1 micro_batches=2 recompute=full", [*OTHERS, *SHARED, *ROUTER]),
         ("pp=2 ep=2 cp=2 zero=1 schedule=zbv micro_batches=2", FOUR),
         ("pp=2 ep=2 dp=2 schedule=interleaved chunks=2 micro_batches=2 recompute=full", FOUR),
     ],

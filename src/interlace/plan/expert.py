@@ -15,7 +15,7 @@ from interlace.config import ModelConfig, ParallelPlan
 from interlace.layout import split
 from interlace.mesh import Mesh
 
-# Of every layer, sequence and place along cp: how often the tokens there choose each expert.
+# Of every layer, sequence and place along cp: how often the tokens there choose each expert; nothing of dense layers.
 Visits = Sequence[Sequence[Sequence[Sequence[int]]]]
 Tokens = Sequence[tuple[int, int, int]]  # of what a rank computes: a sequence, the place along cp, its positions there
 COUNT = 8  # bytes of a number of rows, int64
@@ -24,6 +24,12 @@ COUNT = 8  # bytes of a number of rows, int64
 def held(num_experts: int, ways: int, rank: int) -> tuple[int, int]:
     """[start, stop) of the experts that a rank of the axis holds; rank 0 has the most."""
     return split(num_experts, ways, rank)
+
+
+def layers(cfg: ModelConfig, held_units: Sequence[str]) -> list[int]:
+    """The layers with experts among these units of a model."""
+    numbers = [int(unit[7:]) for unit in held_units if unit.startswith("blocks.")]
+    return [layer for layer in numbers if cfg.has_experts(layer)]
 
 
 def inner(plan: ParallelPlan) -> int:

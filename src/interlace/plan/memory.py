@@ -301,21 +301,26 @@ def _activations(
     length = math.ceil(config.data.sequence_length / plan.cp)
     documents = config.data.documents == "separate"
     exchange = choose(config, plan) if plan.cp > 1 else ""
+    routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
 
-    def saved(recompute: str) -> int:
+    @functools.cache
+    def saved(has_experts: bool, recompute: str) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
-            cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows, plan.cp,
-            exchange, plan.ep,
+            cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
+            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep,
         )  # fmt: skip
 
-    total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
-    if plan.recompute != "none":
-        total += saved("none") - saved(plan.recompute)  # the block that backward has run again
+    blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
+    total = sum(most * saved(has_experts, plan.recompute) for most, has_experts in blocks)
+    if plan.recompute != "none":  # the block that backward has run again
+        total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
     if exchange in ("ring", "gather"):
         total += _exchanged(cfg, plan, exchange, sequences * length, compute)
     tokens = sequences * length
-    if plan.ep > 1:  # rows on their way, where they leave from and where they arrive
+    if plan.ep > 1 and any(
+        has_experts for _, has_experts in blocks
+    ):  # rows on their way, where they leave from and where they arrive
         total += 2 * tokens * cfg.experts_per_token * cfg.hidden_size * compute
     first = next((most for most, names in own if "embedding" in names), 0)
     total += first * tokens * 8  # token numbers

@@ -483,9 +483,12 @@ ADDED = {torch.ops.aten.addmm: _added_product, torch.ops.aten.addmm_: _added_pro
 def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
     """How often the tokens of each sequence and place along cp chose each expert in the accounted step."""
     num_experts, cut = cfg.model_config().num_experts, pieces(cfg.data.sequence_length, cfg.plan.cp)
-    visits = []
+    visits: list[list[list[list[int]]]] = []
     with safe_open(folder / "choices-reference", "pt") as file:
         for layer in range(cfg.model_config().num_layers):
+            if not cfg.model_config().has_experts(layer):
+                visits.append([])
+                continue
             chosen_BTk = file.get_tensor(str(layer)).unflatten(0, (batch, -1))
             own = [[cut[piece] for piece in places(cfg.plan.cp, at)] for at in range(cfg.plan.cp)]
             each = [[torch.cat([row[a:b] for a, b in ranges]).flatten() for ranges in own] for row in chosen_BTk]
