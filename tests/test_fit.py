@@ -442,12 +442,16 @@ def test_the_loss_keeps_gradients_and_no_logits(dtype: torch.dtype) -> None:
     assert {t.dtype for t in kept} == {dtype}
 
 
-def test_fused_products_need_a_tensor_axis() -> None:
+def test_fused_products_need_a_tensor_or_expert_axis() -> None:
     message = refusal(tiny("dp=2 overlap=fused"), 2, axes=("dp", "tp"))
-    assert "asks for overlap=fused without a tensor axis (tp=1)" in message
+    assert "asks for overlap=fused with tp=1 and ep=1, which leave no product" in message
     assert message.endswith('nearest that works is "dp=2"')
+    experts = ("model.num_experts=4", "model.expert_ffn_size=8")
     for overlap in ("auto", "plain", "fused", "off"):
         check(tiny(f"tp=2 overlap={overlap}"), 2, None, ("dp", "tp"))
+        check(tiny(f"dp=2 ep=2 overlap={overlap}", *experts), 2, None, ("dp", "ep"))
+    uneven = refusal(tiny("dp=3 ep=2 overlap=fused", *experts), 3, axes=("dp", "ep"))
+    assert uneven.endswith('nearest that works is "dp=3 ep=3 overlap=fused"')
 
 
 def test_what_pipelines_refuse(tmp_path: Path) -> None:
