@@ -195,6 +195,7 @@ def test_where_the_fused_exchange_does_not_run_it_is_plain(tmp_path: Path, monke
 
 
 @pytest.mark.gpu2
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -214,6 +215,7 @@ def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu2
+@pytest.mark.timeout(300)
 def test_two_gpus_fuse_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several blocks and pieces, a dense layer before them, a rank's tokens not those of the other."""
     sizes = ["model.hidden_size=64", "model.expert_ffn_size=48", "model.num_layers=3", "model.dense_layers=[0]"]
@@ -226,6 +228,7 @@ def test_two_gpus_fuse_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu2
+@pytest.mark.timeout(300)
 def test_two_gpus_train_in_bf16(tmp_path: Path) -> None:
     """Grouped products, experts whole on their rank and copies that compute: losses near those of one GPU."""
     sizes = ["model.hidden_size=64", "model.expert_ffn_size=64", "train.precision=bf16", "train.steps=3"]
