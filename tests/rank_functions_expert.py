@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,10 +20,12 @@ from interlace.mesh import Mesh
 from interlace.models.moe import experts, mix
 from interlace.parallel.expert import ExpertAxis, SplitDispatch
 from interlace.parallel.part import Part
+from interlace.plan import exchange
 from interlace.plan import expert as plan
 from interlace.plan.tensor import slices
 from interlace.spec import Parameter, Role
 from interlace.train import session as sessions
+from interlace.train import verify
 from interlace.world import World
 
 CPU = torch.device("cpu")
@@ -58,9 +62,20 @@ def by_hand(x: Tensor, weights: Tensor, chosen_Nk: Tensor, matrices: list[Tensor
     return torch.stack(made) if made else x + 0.0 * weights.sum()
 
 
-def dispatch(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output and gradients of every case beside those of all experts in one place; returns what was sent and when."""
+def dispatch(world: World, cases: list[dict[str, Any]], fused: bool = False) -> list[dict[str, Any]]:
+    """Output and gradients of every case beside those of all experts in one place; returns what was sent and when.
+
+    fused: by the fused exchange, in fp32.
+    """
     found = []
+    dtype, limit = (torch.float32, 1e-5) if fused else (torch.float64, 1e-9)
+
+    def compare(made: Tensor | None, expected: Tensor | None) -> None:
+        assert made is not None
+        assert expected is not None
+        most = expected.abs().max().item() if fused and expected.numel() else 1.0
+        torch.testing.assert_close(made.double(), expected, rtol=0, atol=limit * most)
+
     group = groups_of(world, f"dp={world.size} ep={world.size}")["ep"]
     for number, case in enumerate(cases):
         X, k, D, F = case["experts"], case["k"], 6, 5
@@ -77,13 +92,16 @@ def dispatch(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             everyone.append((x, weights, choice, y))
         loss.backward()
         start, stop = plan.held(X, world.size, group.rank)
-        own = [matrix.detach()[start:stop].clone().requires_grad_() for matrix in matrices]
+        own = [matrix.detach()[start:stop].to(dtype, copy=True).requires_grad_() for matrix in matrices]
         x, weights, choice, expected = everyone[world.rank]
-        mine = [tensor.detach().clone().requires_grad_() for tensor in (x, weights)]
-        module = SplitDispatch(ExpertAxis(group, experts, case.get("halves", False)), X)
+        mine = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in (x, weights)]
+        axis = ExpertAxis(group, experts, case.get("halves", False), "fused" if fused else "auto", max(counts))
+        module = SplitDispatch(axis, X, axis.fused(X))
+        assert (module.fused is not None) == fused
         log: list[str] = []
         group.meter.reset_counts()
-        with watched(log):
+        saved: list[Tensor] = []
+        with watched(log), nullcontext() if case.get("recompute") else keeping(saved):
             given = (mine[0], mine[1], choice, *own)
 
             def run(*given: Tensor, module: SplitDispatch = module, log: list[str] = log) -> Tensor:
@@ -94,19 +112,32 @@ def dispatch(world: World, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
             y = checkpoint(run, *given, use_reentrant=False) if case.get("recompute") else run(*given)
             (y * seeded(len(x), D, seed=300 + world.rank)).sum().backward()
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-9)
+        compare(y, expected)
+        if fused and not case.get("recompute"):
+            most = plan.held(X, world.size, 0)[1]
+            room = exchange.slots(max(counts) * choice.shape[1], world.size, most, 16)  # of interpreted kernels
+            kept = sum(tensor.nbytes for tensor in saved if len(tensor) == room)
+            assert kept == exchange.kept(room, D, F, 4)
         for theirs, tensor in zip((x, weights), mine, strict=True):
-            assert tensor.grad is not None
-            assert theirs.grad is not None
-            torch.testing.assert_close(tensor.grad, theirs.grad, rtol=0, atol=1e-9)
+            compare(tensor.grad, theirs.grad)
         for matrix, tensor in zip(matrices, own, strict=True):
-            assert tensor.grad is not None
             assert matrix.grad is not None
-            torch.testing.assert_close(tensor.grad, matrix.grad[start:stop], rtol=0, atol=1e-9)
+            assert tensor.grad is not None
+            compare(tensor.grad, matrix.grad[start:stop])
             idle = matrix.grad[start:stop].flatten(1).abs().sum(dim=1) == 0
             assert not tensor.grad[idle].any(), "an idle expert's gradient is exactly zero"
         found.append({"sent": group.meter.sent["all_to_all", "ep"], "log": log})
     return found
+
+
+def keeping(saved: list[Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Writes down what autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 class watched:
@@ -203,6 +234,24 @@ def norms_of_squares(world: World, configs: list[str]) -> list[float]:
 
 
 # --- faults --------------------------------------------------------------------------------------------------------
+
+
+def under_a_fused_plan(world: World, **argument: Any) -> dict[str, Any]:
+    """`verify.under_plan`, of a plan whose rows went by the fused exchange."""
+    found = verify.under_plan(world, **argument)
+    assert found["fused"]
+    return found
+
+
+def under_a_plan_that_falls_back(world: World, **argument: Any) -> dict[str, Any]:
+    """The same, where the fused exchange does not run, which is said in one sentence."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = verify.under_plan(world, **argument)
+    assert not found["fused"]
+    expected = "rows to experts along ep: plain all-to-all, since its kernels run on GPUs, or with TRITON_INTERPRET=1"
+    assert [str(each.message).startswith(expected) for each in said] == [True], [str(each.message) for each in said]
+    return found
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

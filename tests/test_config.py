@@ -281,6 +281,19 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"num_experts": 4, "expert_ffn_size": 8, "mlp_bias": True}, "model.num_experts 4 needs activation"),
         ({"window_layers": (0,)}, "model.window_layers needs model.sliding_window"),
         ({"sliding_window": 4, "window_layers": (1, 3)}, "model.window_layers must be rising layer numbers below"),
+        ({"dense_layers": (0,)}, "model.dense_layers [0] needs model.num_experts of at least 1, found 0"),
+        (
+            {"num_experts": 2, "expert_ffn_size": 8, "dense_layers": (2, 1)},
+            "model.dense_layers must be rising layer numbers below num_layers 3, found [2, 1]",
+        ),
+        (
+            {"num_experts": 2, "expert_ffn_size": 8, "dense_layers": (0, 1, 2)},
+            "model.dense_layers leaves none of 3 layers to model.num_experts 2",
+        ),
+        (
+            {"rotary_dim": 8},
+            "model.rotary_dim must be even and below head_dim 4 (0 = all of it), found 8: nearest is 2",
+        ),
         ({"vocab_size": "61"}, 'model.vocab_size must be an integer of at least 1, found "61"'),
     ],
 )

@@ -289,6 +289,23 @@ def test_experts_are_divided_over_ep_not_only_tp() -> None:
     assert estimate(config, config.plan).parameters == pytest.approx(4 * (dense + whole + expert), rel=5e-3)
 
 
+def test_dense_layers_among_experts_count_as_themselves() -> None:
+    """A layer of each kind needs what half of two models of one kind do."""
+    sizes = ("model.num_layers=2", "model.ffn_size=300")
+    experts = ("model.num_experts=4", "model.expert_ffn_size=512", "model.shared_ffn_size=64")
+    for more in ("zero=3 dp=2", "recompute=full"):
+        mixed, dense, routed = (
+            estimate(config, config.plan, "cpu")
+            for given in ([*experts, "model.dense_layers=[0]"], [], experts)
+            for config in [tiny(more, *sizes, *given)]
+        )
+        assert 2 * mixed.optimizer == pytest.approx(dense.optimizer + routed.optimizer, rel=1e-3)
+        if more == "recompute=full":  # of the block that backward runs again, the larger one is counted
+            assert mixed.activations == routed.activations
+        else:
+            assert 2 * mixed.activations == dense.activations + routed.activations
+
+
 def test_micro_batches_of_an_uneven_batch() -> None:
     config = tiny("dp=3", "train.global_batch=17")  # 6, 6, 5
     assert micro_batching(config, config.plan) == (1, 6)
@@ -425,12 +442,16 @@ def test_the_loss_keeps_gradients_and_no_logits(dtype: torch.dtype) -> None:
     assert {t.dtype for t in kept} == {dtype}
 
 
-def test_fused_products_need_a_tensor_axis() -> None:
+def test_fused_products_need_a_tensor_or_expert_axis() -> None:
     message = refusal(tiny("dp=2 overlap=fused"), 2, axes=("dp", "tp"))
-    assert "asks for overlap=fused without a tensor axis (tp=1)" in message
+    assert "asks for overlap=fused with tp=1 and ep=1, which leave no product" in message
     assert message.endswith('nearest that works is "dp=2"')
+    experts = ("model.num_experts=4", "model.expert_ffn_size=8")
     for overlap in ("auto", "plain", "fused", "off"):
         check(tiny(f"tp=2 overlap={overlap}"), 2, None, ("dp", "tp"))
+        check(tiny(f"dp=2 ep=2 overlap={overlap}", *experts), 2, None, ("dp", "ep"))
+    uneven = refusal(tiny("dp=3 ep=2 overlap=fused", *experts), 3, axes=("dp", "ep"))
+    assert uneven.endswith('nearest that works is "dp=3 ep=3 overlap=fused"')
 
 
 def test_what_pipelines_refuse(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_rope_parameters_hold_theta_too() -> None:
             {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]},
             "has a key that it does not know, mrope_section",
         ),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"rope_type": "default", "partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0 and at most 1"),
         ({"full_attention": {"rope_type": "default"}}, "must hold one rotary table for all layers"),
         ({"rope_type": "linear", "factor": 0.5}, "model.rope_scaling.factor must be a number of at least 1"),
     ],
@@ -175,7 +175,7 @@ def test_windows_of_qwen3() -> None:
     [
         (
             {"model_type": "gpt2"},
-            'model_type must be one of llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, found "gpt2"',
+            'model_type must be one of llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe, found "gpt2"',
         ),
         ({"model_type": "qwen2"}, "nearest is qwen3"),
         ({"model_type": None}, "found null"),
@@ -184,15 +184,20 @@ def test_windows_of_qwen3() -> None:
         ({"num_attention_heads": 7}, "hidden_size must be a multiple of num_attention_heads"),
         ({"num_hidden_layers": "3"}, "model.num_layers must be an integer of at least 1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers must be [] or absent, found [0]"),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers must be a list of layer numbers, found 1"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2]}, "model.dense_layers leaves none of 3 layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1"),
         (
             {"model_type": "deepseek_v3"},
             "model_type deepseek_v3 has latent attention (kv_lora_rank), which this decoder does not do; routers like "
             "its own are read from model_type dots1",
         ),
         ({"model_type": "dots1"}, "lacks n_routed_experts, num_experts_per_tok"),
-        (DOTS1 | {"first_k_dense_replace": 1}, "first_k_dense_replace must be 0 or absent, found 1"),
+        (DOTS1 | {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, found -1"),
+        (DOTS1 | {"first_k_dense_replace": 7}, "model.dense_layers leaves none of 3 layers"),
+        (DOTS1 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1 or absent, found 2"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor must be above 0 and at most 1, found 0"),
+        ({"partial_rotary_factor": 0.75}, "turns 3 of 4 features, which must be an even number"),
         (DOTS1 | {"n_group": 3}, "model.router_groups must divide num_experts 8, found 3: nearest is 2"),
         (
             {"model_type": "qwen2_moe", "use_sliding_window": True},
@@ -236,6 +241,41 @@ def test_routers_like_that_of_deepseek_v3() -> None:
     assert from_hf(to_hf(trained)) == cfg
 
 
+def test_dense_layers_among_layers_of_experts() -> None:
+    """The first of them, those that are named, and all but every n-th; they come back as they are."""
+    dots1 = from_hf(LLAMA | DOTS1 | {"first_k_dense_replace": 2, "moe_layer_freq": 1, "mlp_only_layers": [2]})
+    assert dots1.dense_layers == (0, 1)
+    assert [dots1.has_experts(layer) for layer in range(3)] == [False, False, True]
+    qwen = QWEN | {"model_type": "qwen3_moe", "num_hidden_layers": 7}
+    for change, dense in (
+        ({}, ()),
+        ({"mlp_only_layers": [1, 4]}, (1, 4)),
+        ({"decoder_sparse_step": 3}, (0, 1, 3, 4, 6)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [5], "first_k_dense_replace": 3}, (0, 2, 4, 5, 6)),
+    ):
+        cfg = from_hf(qwen | change)
+        assert cfg.dense_layers == dense
+        assert from_hf(json.loads(json.dumps(to_hf(cfg)))) == cfg
+    assert from_hf(to_hf(dots1)) == dots1
+
+
+def test_glm4_moe() -> None:
+    """Half of a head's features turn unless it says otherwise; q, k and v alone have biases."""
+    glm = LLAMA | {"model_type": "glm4_moe", "head_dim": 12, "attention_bias": True}
+    cfg = from_hf(glm)
+    assert (cfg.rotary_dim, cfg.qkv_bias, cfg.out_bias, cfg.qk_norm, cfg.dense_layers) == (6, True, False, False, (0,))
+    assert (cfg.num_experts, cfg.router_scores, cfg.shared_ffn_size, cfg.norm_topk) == (128, "sigmoid", 1408, True)
+    table = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.34}
+    for change, turning in (({"partial_rotary_factor": 1.0}, 0), ({"rope_parameters": table}, 4), ({}, 6)):
+        made = from_hf(glm | {"use_qk_norm": True} | change)
+        assert (made.rotary_dim, made.qk_norm) == (turning, True)
+        assert from_hf(json.loads(json.dumps(to_hf(made)))) == made
+    for head_dim in (10, 14, 98):
+        for turning in range(2, head_dim, 2):
+            some = dataclasses.replace(cfg, head_dim=head_dim, rotary_dim=turning)
+            assert int(head_dim * to_hf(some)["partial_rotary_factor"]) == turning
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*no such file"):
         read(tmp_path)
@@ -264,7 +304,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ({"qk_norm": True, "mlp_bias": True}, "mlp_bias = true"),
         (EXPERTS | {"router_scale": 2.0}, "the nearest model type, mixtral, has no router_scale = 2"),
         (EXPERTS | {"shared_ffn_size": 8}, "the nearest model type, qwen2_moe, has no shared_gate = false"),
-        (BIASED | {"qk_norm": False}, "the nearest model type, dots1, has no qk_norm = false"),
+        (BIASED | {"qk_norm": False, "sliding_window": 4}, "the nearest model type, dots1, has no qk_norm = false"),
+        (BIASED | {"qk_norm": False, "qkv_bias": True, "out_bias": True}, "glm4_moe, has no out_bias = true"),
+        (BIASED | {"dense_layers": (1,)}, "dots1, has no dense_layers = [1], which are not its first"),
+        (EXPERTS | {"dense_layers": (0,)}, "the nearest model type, mixtral, has no dense_layers = [0]"),
+        ({"rotary_dim": 2}, "the nearest model type, llama, has no rotary_dim = 2"),
         (BIASED | {"router_scores": "softmax"}, "router_scores = softmax"),
         (BIASED | {"router_bias": False}, "router_bias = false"),
         (BIASED | {"router_groups": 4}, "router_groups = 4"),

@@ -39,6 +39,7 @@ VARIANTS = {
     "shared experts": changed(
         num_experts=4, experts_per_token=2, expert_ffn_size=12, router_bias=True, shared_ffn_size=20, shared_gate=True
     ),
+    "dense layers": changed(num_experts=4, expert_ffn_size=12, dense_layers=(0, 2), router_bias=True),
 }
 
 
@@ -82,11 +83,40 @@ def test_qwen_moe_with_a_shared_expert() -> None:
     assert spec.active_parameters(cfg) == 2_689_173_504
 
 
+def test_dots_llm1_and_glm_4_5_air() -> None:
+    """As published: 142 billion, 14 of them active, and 106 billion; the first layer of both is dense."""
+    sizes: dict[str, Any] = {"hidden_size": 4096, "head_dim": 128, "intermediate_size": 10944}
+    sizes |= {"moe_intermediate_size": 1408, "n_routed_experts": 128, "first_k_dense_replace": 1}
+    dots1 = {"vocab_size": 152064, "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 32}
+    dots1 |= {"num_experts_per_tok": 6, "n_shared_experts": 2}
+    glm = {"vocab_size": 151552, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8}
+    glm |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "attention_bias": True}
+    cfg = hf_config.from_hf(sizes | dots1 | {"model_type": "dots1"})
+    assert (spec.total_parameters(cfg) // 10**9, spec.active_parameters(cfg) // 10**9) == (142, 14)
+    cfg = hf_config.from_hf(sizes | glm | {"model_type": "glm4_moe"})
+    assert spec.total_parameters(cfg) // 10**9 == 106
+
+
+def test_dense_layers_cost_what_they_do() -> None:
+    """Parameters and FLOPs of each layer are those of a model all of whose layers are of its kind."""
+    mixed, kinds = VARIANTS["dense layers"], (SMALL, changed(num_experts=4, expert_ffn_size=12))
+    for layer, other in enumerate([kinds[0], kinds[1], kinds[0]]):
+        unit = f"blocks.{layer}"
+        for count in (spec.parameters, lambda cfg: spec.operations(cfg, 16)):
+            assert [x for x in count(mixed) if x.unit == unit] == [x for x in count(other) if x.unit == unit]
+    for operation in spec.operations(mixed, 16):
+        ends = operation.name in ("blocks.0.mlp.down", "blocks.2.mlp.down")
+        again = operation.unit != "head" and not ends
+        assert spec.passes(mixed, operation, "full") == (4 if again else 3), operation.name
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_the_built_model(name: str) -> None:
     cfg = VARIANTS[name]
     built = [(n, tuple(p.shape)) for n, p in Decoder(cfg, device="meta").named_parameters()]
     assert [(p.name, p.shape) for p in spec.parameters(cfg)] == built
+    buffers = [(n, tuple(b.shape)) for n, b in Decoder(cfg, device="meta").named_buffers()]
+    assert [(p.name, p.shape) for p in spec.buffers(cfg)] == buffers
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -104,6 +134,7 @@ def test_roles_dims_and_units(name: str) -> None:
         dims = parameter.dims.split()
         assert len(dims) == len(parameter.shape)
         known = letters | ({"F": cfg.shared_ffn_size} if ".shared." in parameter.name else {})
+        known |= {"F": cfg.ffn_size} if ".mlp." in parameter.name else {}
         assert all(known.get(d, size) == size for d, size in zip(dims, parameter.shape, strict=True)), parameter
         assert parameter.unit in spec.units(cfg)
         assert parameter.name.startswith(parameter.unit + ".")

@@ -1,15 +1,18 @@
-"""Hugging Face `config.json` <-> ModelConfig: llama, qwen3, mixtral, qwen2_moe, qwen3_moe and dots1.
+"""Hugging Face `config.json` <-> ModelConfig: llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1 and glm4_moe.
 
-dots1 has the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on attention that this decoder does.
+dots1 and glm4_moe have the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on attention that this
+decoder does.  Dense layers among layers of experts are the first so many there (`first_k_dense_replace`), any in the
+qwen types (`mlp_only_layers`, and all but every n-th by `decoder_sparse_step`).
 
 What a configuration says and this decoder does not do is refused by name, never dropped: an unknown rotary type, a
-key inside the rotary table that changes its meaning, quantised weights, layers of mixed kind.  Absent keys take the
+key inside the rotary table that changes its meaning, quantised weights.  Absent keys take the
 model type's own defaults.  The auxiliary router loss is on only where `output_router_logits` is, as in transformers.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from typing import Any
 from interlace.errors import ConfigError, nearest
 from interlace.model_config import ModelConfig, RopeScaling
 
-MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1")
+MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
+BIASED = ("dots1", "glm4_moe")  # with the router of DeepSeek-V3
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # known, and refused for their attention
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -26,6 +30,7 @@ ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
 
 # Absent key -> value, where the model types differ from one another.
@@ -50,6 +55,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 5632,
     },
     "dots1": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "moe_intermediate_size": 1408},
+    "glm4_moe": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+    },
     "qwen3_moe": {
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
@@ -83,11 +100,25 @@ _ROPE_OTHER = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "fine
 
 def read(folder: str | Path) -> ModelConfig:
     """The configuration of a Hugging Face folder (or of a config.json given itself)."""
+    path = _file(folder)
+    return from_hf(_parsed(path), str(path))
+
+
+def left_out(folder: str | Path) -> int:
+    """Layers behind the last one that a folder may hold and nobody loads: those that guess further tokens."""
+    raw = _parsed(_file(folder))
+    found = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
+    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+
+
+def _file(folder: str | Path) -> Path:
     path = Path(folder)
-    if path.is_dir():
-        path = path / "config.json"
+    return path / "config.json" if path.is_dir() else path
+
+
+def _parsed(path: Path) -> Any:
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: {error.msg.lower()}") from None
     except UnicodeDecodeError:
@@ -98,7 +129,6 @@ def read(folder: str | Path) -> ModelConfig:
         raise ConfigError(
             f"cannot read {path}: {(error.strerror or str(error)).lower()}; model.from takes a folder with config.json"
         ) from None
-    return from_hf(raw, str(path))
 
 
 def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -134,10 +164,7 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
     """Keys whose value would change the model, and which this decoder does not do."""
     for key, allowed in (
         ("hidden_act", ("silu", "swish")),
-        ("partial_rotary_factor", (1, 1.0)),
-        ("decoder_sparse_step", (1,)),
-        ("mlp_only_layers", ([],)),
-        ("first_k_dense_replace", (0,)),
+        ("moe_layer_freq", (1,)),
         ("router_jitter_noise", (0, 0.0)),
         ("quantization_config", ({},)),
     ):
@@ -165,19 +192,25 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if kind == "qwen2_moe":
         dims["qkv_bias"] = given.get("qkv_bias", True)
+    elif kind == "glm4_moe":
+        dims["qkv_bias"] = given.get("attention_bias", False)
     elif kind != "mixtral":
         dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
     if kind == "llama":
         dims["mlp_bias"] = given.get("mlp_bias", False)
-    else:
+    elif kind != "glm4_moe":
         dims |= _window(kind, given, where)
     if kind in ("qwen3", "qwen3_moe", "dots1"):
         dims["qk_norm"] = True
-    if kind == "dots1":
+    if kind == "glm4_moe":
+        dims["qk_norm"] = given.get("use_qk_norm", False)
+    if kind in BIASED:
         dims |= _biased_experts(given)
     elif kind not in ("llama", "qwen3"):
         dims |= _experts(kind, given)
-    return dims | _rope(given, where)
+    if "num_experts" in dims:
+        dims["dense_layers"] = _dense_layers(kind, given, where)
+    return dims | _rope(given, where, dims["head_dim"])
 
 
 def _head_dim(hidden: Any, heads: Any, where: str) -> int:
@@ -221,6 +254,25 @@ def _biased_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _dense_layers(kind: str, given: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """The layers without experts; keys of other model types say nothing, as in `transformers`."""
+    count = given["num_hidden_layers"]
+    first, step = given.get("first_k_dense_replace", 0), given.get("decoder_sparse_step", 1)
+    named = given.get("mlp_only_layers", [])
+    for key, value, low in (("first_k_dense_replace", first, 0), ("decoder_sparse_step", step, 1)):
+        if not isinstance(value, int) or value < low:
+            raise ConfigError(f"{where}: {key} must be an integer of at least {low}, found {json.dumps(value)}")
+    if not isinstance(named, list) or not all(isinstance(layer, int) for layer in named):
+        raise ConfigError(f"{where}: mlp_only_layers must be a list of layer numbers, found {json.dumps(named)}")
+    if not isinstance(count, int):  # refused as num_layers
+        return ()
+    if kind in BIASED:
+        return tuple(range(min(first, count)))
+    if kind == "mixtral":
+        return ()
+    return tuple(layer for layer in range(count) if layer in named or (layer + 1) % step)
+
+
 def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Sliding window: mixtral by its size alone, qwen types behind `use_sliding_window`, per layer in qwen3 and dots1,
     and by layer types alone in qwen2_moe."""
@@ -252,8 +304,9 @@ def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"sliding_window": size, "window_layers": None if len(windowed) == given["num_hidden_layers"] else windowed}
 
 
-def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """rope_theta and rope_scaling, from `rope_scaling` (keys "rope_type" or the older "type") or `rope_parameters`."""
+def _rope(given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
+    """rope_theta, rope_scaling and rotary_dim, from `rope_scaling` (keys "rope_type" or the older "type") or
+    `rope_parameters`."""
     name = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
     table = given.get(name) or {}
     if not isinstance(table, Mapping):
@@ -268,11 +321,8 @@ def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: {name} has rope_type {json.dumps(kind)} and type {json.dumps(table['type'])}")
     if unknown := [key for key in table if key not in (*_ROPE_KEYS[kind], *_ROPE_OTHER)]:
         raise ConfigError(f"{where}: {name} of type {kind} has a key that it does not know, {unknown[0]}")
-    if table.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(
-            f"{where}: {name}.partial_rotary_factor must be 1 or absent, found {table['partial_rotary_factor']}"
-        )
     dims = {"rope_theta": table.get("rope_theta", given.get("rope_theta", 10000.0))}
+    dims |= _rotary_dim(table.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)), head_dim, where)
     if kind == "default":
         return dims
     scaling = {key: table[key] for key in _ROPE_KEYS[kind] if key in table}
@@ -285,6 +335,19 @@ def _rope(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if missing := [key for key in required if key not in scaling]:
         raise ConfigError(f"{where}: {name} of type {kind} lacks {', '.join(missing)}")
     return {**dims, "rope_scaling": {"type": kind, **scaling}}
+
+
+def _rotary_dim(factor: Any, head_dim: int, where: str) -> dict[str, Any]:
+    """How many features of a head turn, where not all do."""
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise ConfigError(f"{where}: partial_rotary_factor must be above 0 and at most 1, found {json.dumps(factor)}")
+    turning = int(head_dim * factor)
+    if turning % 2 or turning == 0:
+        raise ConfigError(
+            f"{where}: partial_rotary_factor {factor:g} turns {turning} of {head_dim} features, which must be an even "
+            "number above 0"
+        )
+    return {"rotary_dim": turning} if turning < head_dim else {}
 
 
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
@@ -333,11 +396,13 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
             "moe_intermediate_size": cfg.expert_ffn_size,
             "norm_topk_prob": cfg.norm_topk,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+            "mlp_only_layers": list(cfg.dense_layers),
         }
     if kind == "qwen2_moe":
         config |= {"qkv_bias": cfg.qkv_bias, "shared_expert_intermediate_size": cfg.shared_ffn_size}
-    if kind == "dots1":
+    if kind == "glm4_moe":
+        config |= {"use_qk_norm": cfg.qk_norm, "partial_rotary_factor": _partial(cfg)}
+    if kind in BIASED:
         config |= {
             "n_routed_experts": cfg.num_experts,
             "num_experts_per_tok": cfg.experts_per_token,
@@ -347,7 +412,7 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
             "n_group": cfg.router_groups,
             "topk_group": cfg.router_top_groups,
             "routed_scaling_factor": cfg.router_scale,
-            "first_k_dense_replace": 0,
+            "first_k_dense_replace": len(cfg.dense_layers),
         }
     elif cfg.num_experts:
         config |= {
@@ -363,7 +428,8 @@ def nearest_type(cfg: ModelConfig) -> str:
     if not cfg.num_experts:
         return "qwen3" if cfg.qk_norm else "llama"
     if cfg.router_scores == "sigmoid" or cfg.router_bias or cfg.router_groups > 1:
-        return "dots1"
+        is_glm = cfg.rotary_dim > 0 or not cfg.qk_norm or (cfg.qkv_bias and not cfg.out_bias)
+        return "glm4_moe" if is_glm and cfg.sliding_window is None else "dots1"
     if cfg.shared_ffn_size:
         return "qwen2_moe"
     return "qwen3_moe" if cfg.qk_norm else "mixtral"
@@ -375,22 +441,29 @@ def _model_type(cfg: ModelConfig) -> str:
     size = cfg.expert_ffn_size
     reasons: tuple[tuple[bool, str], ...] = (
         (kind == "dots1" and not cfg.qk_norm, "qk_norm = False"),
-        (kind == "dots1" and cfg.router_scores != "sigmoid", f"router_scores = {cfg.router_scores}"),
-        (kind == "dots1" and not cfg.router_bias, "router_bias = False"),
-        (kind == "dots1" and cfg.num_experts < 2 * cfg.router_groups, f"router_groups = {cfg.router_groups}"),
-        (kind == "dots1" and cfg.shared_gate, "shared_gate = True"),
+        (kind in BIASED and cfg.router_scores != "sigmoid", f"router_scores = {cfg.router_scores}"),
+        (kind in BIASED and not cfg.router_bias, "router_bias = False"),
+        (kind in BIASED and cfg.num_experts < 2 * cfg.router_groups, f"router_groups = {cfg.router_groups}"),
+        (kind in BIASED and cfg.shared_gate, "shared_gate = True"),
         (
-            kind == "dots1" and (cfg.shared_ffn_size == 0 or cfg.shared_ffn_size % size > 0),
+            kind in BIASED and (cfg.shared_ffn_size == 0 or cfg.shared_ffn_size % size > 0),
             f"shared_ffn_size = {cfg.shared_ffn_size} with expert_ffn_size = {size}",
         ),
         (kind == "qwen2_moe" and not cfg.shared_gate, "shared_gate = False"),
         (kind == "qwen2_moe" and cfg.qk_norm, "qk_norm = True with shared_gate = True"),
         (kind == "qwen2_moe" and cfg.out_bias, "out_bias = True"),
-        (kind != "dots1" and cfg.router_scale != 1.0, f"router_scale = {cfg.router_scale:g}"),
+        (
+            kind in BIASED and cfg.dense_layers != tuple(range(len(cfg.dense_layers))),
+            f"dense_layers = {list(cfg.dense_layers)}, which are not its first",
+        ),
+        (kind == "mixtral" and len(cfg.dense_layers) > 0, f"dense_layers = {list(cfg.dense_layers)}"),
+        (kind != "glm4_moe" and cfg.rotary_dim > 0, f"rotary_dim = {cfg.rotary_dim}"),
+        (kind == "glm4_moe" and cfg.out_bias, "out_bias = True"),
+        (kind not in BIASED and cfg.router_scale != 1.0, f"router_scale = {cfg.router_scale:g}"),
         (cfg.norm != "rmsnorm", f"norm = {cfg.norm}"),
         (cfg.activation != "swiglu", f"activation = {cfg.activation}"),
         (
-            kind != "qwen2_moe" and cfg.qkv_bias != cfg.out_bias,
+            kind not in ("qwen2_moe", "glm4_moe") and cfg.qkv_bias != cfg.out_bias,
             f"qkv_bias = {cfg.qkv_bias} with out_bias = {cfg.out_bias}",
         ),
         (kind == "mixtral" and cfg.qkv_bias, "qkv_bias = True"),
@@ -405,6 +478,13 @@ def _model_type(cfg: ModelConfig) -> str:
         if holds:
             raise ConfigError(f"cannot write a config.json: the nearest model type, {kind}, has no {found.lower()}")
     return kind
+
+
+def _partial(cfg: ModelConfig) -> float:
+    """The share of a head's features that turn; times head_dim, and cut to an integer, it is their number."""
+    turning = cfg.rotary_dim or cfg.head_dim
+    share = turning / cfg.head_dim
+    return share if int(cfg.head_dim * share) == turning else math.nextafter(share, 1.0)
 
 
 def _rope_table(scaling: RopeScaling | None) -> dict[str, Any] | None:

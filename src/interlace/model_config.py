@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 from interlace.errors import ConfigError
 from interlace.forms import (
@@ -16,6 +16,7 @@ from interlace.forms import (
     Range,
     Section,
     closest,
+    toml,
 )
 
 
@@ -62,6 +63,7 @@ class RopeScaling(Section):
 
 # Keys that a model without experts may not set.
 EXPERTS_ONLY = (
+    "dense_layers",
     "router_z_loss",
     "router_scores",
     "router_bias",
@@ -79,10 +81,11 @@ EXPERTS_ONLY = (
 class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
-    `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`; `window_layers` None means
-    every layer once `sliding_window` (positions seen, itself included) is set.  `attention_sinks` gives each head a
-    learned logit in its softmax's denominator; with `sink_tokens` the first so many positions of a document stay
-    visible beyond the window.
+    `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`, but for `dense_layers`, which
+    have one of `ffn_size`; `window_layers` None means every layer once `sliding_window` (positions seen, itself
+    included) is set.  `attention_sinks` gives each head a learned logit in its softmax's denominator; with
+    `sink_tokens` the first so many positions of a document stay visible beyond the window.  `rotary_dim` > 0: only the
+    first so many features of a head turn with its position.
 
     A router chooses by `router_scores` of its logits ("softmax" or "sigmoid"; `router_fp32`: a product in fp32), with
     `router_bias` plus a bias that moves by `router_bias_rate` a step towards even loads, inside the best
@@ -110,6 +113,7 @@ class ModelConfig(Section):
     mlp_bias: bool = False
     rope_theta: Above0 = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: Count = 0
     max_positions: Positive = 2048
     sliding_window: Positive | None = None
     window_layers: tuple[Count, ...] | None = None
@@ -119,6 +123,7 @@ class ModelConfig(Section):
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
     num_experts: Count = 0
+    dense_layers: tuple[Count, ...] = ()
     experts_per_token: Positive = 2
     expert_ffn_size: Count = 0
     norm_topk: bool = True
@@ -149,6 +154,11 @@ class ModelConfig(Section):
                 f"model.head_dim must be even for rotary positions, found {self.head_dim}: "
                 f"nearest is {self.head_dim + 1}"
             )
+        if self.rotary_dim % 2 or self.rotary_dim >= self.head_dim:
+            raise ConfigError(
+                f"model.rotary_dim must be even and below head_dim {self.head_dim} (0 = all of it), "
+                f"found {self.rotary_dim}: nearest is {closest(self.rotary_dim, range(0, self.head_dim, 2))}"
+            )
         if self.num_experts:
             self._check_experts()
             self._check_groups()
@@ -175,9 +185,14 @@ class ModelConfig(Section):
             raise ConfigError(
                 f'model.num_experts {self.num_experts} needs activation = "swiglu" and mlp_bias = false, found {found}'
             )
-
         if self.shared_gate and not self.shared_ffn_size:
             raise ConfigError("model.shared_gate needs model.shared_ffn_size of at least 1, found 0")
+        _check_layers("dense_layers", self.dense_layers, self.num_layers)
+        if len(self.dense_layers) == self.num_layers:
+            raise ConfigError(
+                f"model.dense_layers leaves none of {self.num_layers} layers to model.num_experts {self.num_experts}: "
+                "set num_experts to 0 for a model without experts"
+            )
 
     def _check_groups(self) -> None:
         if self.num_experts % self.router_groups:
@@ -203,26 +218,41 @@ class ModelConfig(Section):
         for key in EXPERTS_ONLY:
             found = getattr(self, key)
             if found != type(self).__dataclass_fields__[key].default:
-                text = (
-                    str(found).lower() if isinstance(found, bool) else f'"{found}"' if key == "router_scores" else found
-                )
-                raise ConfigError(f"model.{key} {text} needs model.num_experts of at least 1, found 0")
+                raise ConfigError(f"model.{key} {toml(found)} needs model.num_experts of at least 1, found 0")
 
     def _check_windows(self, layers: tuple[int, ...]) -> None:
         if self.sliding_window is None:
             raise ConfigError("model.window_layers needs model.sliding_window, found none")
-        if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= self.num_layers):
-            raise ConfigError(
-                f"model.window_layers must be rising layer numbers below num_layers {self.num_layers}, "
-                f"found {list(layers)}"
-            )
+        _check_layers("window_layers", layers, self.num_layers)
 
     @property
     def has_router_losses(self) -> bool:
         """Whether routers add to the loss."""
         return self.router_aux_loss > 0.0 or self.router_z_loss > 0.0
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers whose MLP is a mixture of experts."""
+        return tuple(layer for layer in range(self.num_layers) if self.has_experts(layer))
+
+    @property
+    def of_dense_layers(self) -> ModelConfig:
+        """A model of the same sizes, all of whose layers are dense."""
+        unset: dict[str, Any] = {key: type(self).__dataclass_fields__[key].default for key in EXPERTS_ONLY}
+        return replace(self, num_experts=0, **unset)
+
     def window(self, layer: int) -> int | None:
         """Positions up to its own that a query of this layer sees, besides `sink_tokens`; None = all before it."""
         windowed = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if windowed else None
+
+
+def _check_layers(key: str, layers: tuple[int, ...], num_layers: int) -> None:
+    if sorted(set(layers)) != list(layers) or (layers and layers[-1] >= num_layers):
+        raise ConfigError(
+            f"model.{key} must be rising layer numbers below num_layers {num_layers}, found {list(layers)}"
+        )

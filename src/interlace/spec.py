@@ -118,7 +118,7 @@ def parameters(cfg: ModelConfig) -> tuple[Parameter, ...]:
         )
     ]  # fmt: skip
     for layer in range(cfg.num_layers):
-        found += _block(cfg, f"blocks.{layer}")
+        found += _block(cfg, layer)
     found += _norm("head.norm", D, "D", "head", bias=cfg.norm == "layernorm")
     if not tied:
         found += _matrix("head.output", (V, D), Role.VOCAB, "V D", "head", cfg.init_std)
@@ -128,14 +128,14 @@ def parameters(cfg: ModelConfig) -> tuple[Parameter, ...]:
 @functools.cache
 def buffers(cfg: ModelConfig) -> tuple[Parameter, ...]:
     """The built model's `named_buffers()`, fp32, which no optimizer moves: the bias of every router that has one."""
-    units_of_layers = units(cfg)[1:-1] if cfg.num_experts and cfg.router_bias else ()
+    routers = [f"blocks.{layer}" for layer in cfg.expert_layers] if cfg.router_bias else []
     return tuple(
-        Parameter(f"{unit}.moe.bias", (cfg.num_experts,), Role.ROUTER, "X", unit, False, "zeros")
-        for unit in units_of_layers
+        Parameter(f"{unit}.moe.bias", (cfg.num_experts,), Role.ROUTER, "X", unit, False, "zeros") for unit in routers
     )
 
 
-def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
+def _block(cfg: ModelConfig, layer: int) -> Iterator[Parameter]:
+    unit = f"blocks.{layer}"
     D, F, X, S = cfg.hidden_size, cfg.ffn_size, cfg.num_experts, cfg.expert_ffn_size
     N, M = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     std, layernorm = cfg.init_std, cfg.norm == "layernorm"
@@ -154,7 +154,7 @@ def _block(cfg: ModelConfig, unit: str) -> Iterator[Parameter]:
     yield from _matrix(out, (D, N), Role.ROW, "D N", unit, residual_std, cfg.out_bias, cfg.head_dim)
 
     yield from _norm(f"{unit}.mlp_norm", D, "D", unit, bias=layernorm)
-    if X:
+    if cfg.has_experts(layer):
         yield from _matrix(f"{unit}.moe.router", (X, D), Role.ROUTER, "X D", unit, std)
         for name in ("gate", "up"):
             yield from _matrix(f"{unit}.moe.{name}", (X, S, D), Role.EXPERT, "X F D", unit, std)
@@ -332,7 +332,7 @@ def passes(
     cfg: ModelConfig, operation: Operation, recompute: str, backward: bool = True, early_stop: bool = True
 ) -> int:
     """How often the product's FLOPs are spent in a step (see `executed_matmul_flops`)."""
-    last_is_saved = early_stop and not cfg.num_experts and not cfg.dropout
+    last_is_saved = early_stop and not cfg.dropout
     ends_block = operation.name.endswith(".mlp.down")
     if not backward:
         return 1

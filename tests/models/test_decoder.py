@@ -31,6 +31,8 @@ SWITCHES = [
     {"sliding_window": 3, "window_layers": (1,)},
     {"num_layers": 1},
     MOE,
+    MOE | {"dense_layers": (0,)},
+    {"rotary_dim": 2},
 ]
 
 

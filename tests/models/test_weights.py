@@ -49,6 +49,13 @@ DOTS1 = {
     "sliding_window": 5,
     "max_window_layers": 1,
 }
+GLM4 = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 1,
+    "num_hidden_layers": 3,
+}
 KINDS = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -91,12 +98,44 @@ KINDS = {
         "dots1",
         DOTS1 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     ),
+    "dots1, the first layer dense": ("dots1", DOTS1 | {"first_k_dense_replace": 1}),
+    "qwen3_moe, dense layers": (
+        "qwen3_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "num_hidden_layers": 5,
+            "mlp_only_layers": [3],
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen2_moe, a dense layer": (
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "glm4_moe": ("glm4_moe", GLM4 | {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe, yarn": (
+        "glm4_moe",
+        GLM4
+        | {
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
 }
 
 
 def theirs(name):
     kind, extra = KINDS[name]
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **extra)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | extra)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():  # norms and biases start as ones and zeros, where mixing them up would not show
@@ -174,6 +213,23 @@ def test_transformers_loads_a_saved_folder_with_equal_logits(name, sharded, tmp_
     again = ours(folder)
     for (key, a), (_, b) in zip(again.state_dict().items(), decoder.state_dict().items(), strict=True):
         assert torch.equal(a, b), key
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path):
+    """GLM-4.5 is published with such a layer behind its last; one that config.json does not tell of is refused."""
+    model = theirs("glm4_moe")
+    save_theirs(model, tmp_path)
+    file = tmp_path / SINGLE
+    tensors = load_file(file) | {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    keys = ("num_nextn_predict_layers", "num_mtp_layers")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in keys}))
+    with pytest.raises(CheckpointError, match=r"holds model\.layers\.3\.eh_proj\.weight, which the model"):
+        load_hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with pytest.warns(UserWarning, match=r"model\.layers\.3\.eh_proj\.weight ignored"), torch.no_grad():
+        assert_same_logits(ours(tmp_path)(tokens()), model(tokens()).logits)
 
 
 def test_rope_scaling_shows_in_the_logits():

@@ -45,6 +45,17 @@ def test_dispatch_equals_all_experts_in_one_place(run_ranks: Run, world: int) ->
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("world", "chosen"), [(2, (0, 3, 5, 6)), (3, (0, 2, 4))])
+def test_the_fused_exchange_equals_all_experts_in_one_place(
+    run_ranks: Run, world: int, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uneven and idle experts, a rank without tokens, dropped choices, recomputation; halves have no part in it."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    cases = [CASES[at] for at in chosen]
+    run_ranks("rank_functions_expert:dispatch", world, {"cases": cases, "fused": True}, timeout=110.0)
+
+
+@pytest.mark.ranks
 def test_slices_of_experts_and_rows_in_bf16(run_ranks: Run) -> None:
     run_ranks("rank_functions_expert:parts", 4, {"num_experts": 5, "inner": 7})
     run_ranks("rank_functions_expert:bf16", 2, {"num_experts": 5})

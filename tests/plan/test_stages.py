@@ -58,6 +58,16 @@ def test_the_slowest_stage_is_as_quick_as_can_be(vocab: int) -> None:
         assert slowest(stages_of(cfg, stages, 16)) == pytest.approx(best)
 
 
+def test_dense_layers_weigh_what_they_cost() -> None:
+    """A dense layer three times as dear as one of experts: it stands alone beside three of those."""
+    words = ["model.num_experts=8", "model.experts_per_token=1", "model.expert_ffn_size=16", "model.vocab_size=5"]
+    words += ["model.ffn_size=700", "model.dense_layers=[0]"]
+    cfg = loads(MODEL.format(layers=5, vocab=257), words).model_config()
+    costs = unit_costs(cfg, 16)
+    assert costs["blocks.0"] > 3 * costs["blocks.1"] == 3 * costs["blocks.4"]
+    assert [len(part) for part in stages_of(cfg, 2, 16)] == [2, 5]
+
+
 def test_cuts_that_are_given_or_impossible() -> None:
     cfg = model(7)
     assert [len(part) for part in stages_of(cfg, 3, 16, (1, 5, 1))] == [2, 5, 2]

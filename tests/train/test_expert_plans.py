@@ -33,12 +33,20 @@ ROUTER = [
     "model.router_z_loss=0.01",
 ]
 ROOM = ["model.capacity_factor=1.0"]
+FIRST = ["model.num_layers=3", "model.dense_layers=[0]", "model.rotary_dim=2"]
+OTHERS = ["model.num_layers=5", "model.dense_layers=[0,2,4]"]  # two layers of experts, never side by side
 PLANS: dict[int, list[tuple[str, list[str]]]] = {
     2: [
         ("dp=2 ep=2", []),
         ("dp=2 ep=2 zero=3 expert_halves=on recompute=full micro_batches=2", [*SHARED, *ROUTER]),
         ("dp=2 ep=2 zero=2 recompute=selective", [*ODD, *ROOM, "model.dropout=0.1"]),
         ("cp=2 ep=2 zero=1", ["model.num_experts=3", *ODD]),
+        ("dp=2 ep=2 zero=3 recompute=full micro_batches=2", [*OTHERS, *SHARED]),
+        ("cp=2 ep=2 zero=3", [*FIRST, *ROUTER, *ROOM]),
+        ("tp=2 recompute=full", [*FIRST, *SHARED, "model.dropout=0.1"]),
+        ("tp=2 sequence=off", [*OTHERS, *UNEVEN]),
+        ("dp=2 zero=3", [*OTHERS, *SHARED]),
+        ("pp=2 layers=1/2 micro_batches=2", [*FIRST, *ROUTER]),  # a stage without experts
     ],
     3: [
         ("dp=3 ep=3 zero=3 expert_halves=on", ["model.num_experts=5", "train.global_batch=2"]),
@@ -56,6 +64,10 @@ PLANS: dict[int, list[tuple[str, list[str]]]] = {
         ("cp=2 dp=2 ep=4 zero=3", [*ODD, "model.num_experts=6"]),
         ("pp=2 ep=2 dp=2 zero=3 micro_batches=3", []),
         ("pp=2 ep=2 dp=2 zero=2 schedule=zb-h1 micro_batches=3 expert_halves=on", [*SHARED, *ROUTER]),
+        ("dp=4 ep=2 zero=3 micro_batches=2", OTHERS),
+        ("dp=2 ep=2 tp=2 zero=3 recompute=full", [*FIRST, *SHARED, *ROOM]),
+        ("pp=2 ep=2 dp=2 zero=3 layers=1/2 micro_batches=2", FIRST),
+        ("pp=2 ep=2 cp=2 schedule=zb-h1 micro_batches=2 recompute=full", [*OTHERS, *SHARED, *ROUTER]),
         ("pp=2 ep=2 cp=2 zero=1 schedule=zbv micro_batches=2", FOUR),
         ("pp=2 ep=2 dp=2 schedule=interleaved chunks=2 micro_batches=2 recompute=full", FOUR),
     ],
@@ -119,15 +131,23 @@ def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_pat
     assert any("ep" in row["waited"] for row in runs.metrics(cfgs[1])), "waits for rows are told by their axis"
 
 
-def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    overrides = [*SMALL, *SHARED, "model.num_layers=1", "train.steps=2"]
-    traced = runs.config(
-        tmp_path, "dp=2 ep=2 recompute=full expert_halves=on", [*overrides, "train.compile=true"], out="traced"
-    )
+def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*SMALL, *SHARED, *ROOM, "model.num_layers=1", "train.steps=2"]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    plans = ("dp=2 ep=2 recompute=full expert_halves=on", "dp=2 ep=2 overlap=fused")
+    traced = [
+        runs.config(tmp_path, plan, [*overrides, "train.compile=true"], out=f"traced-{at}")
+        for at, plan in enumerate(plans)
+    ]
     plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
+    jobs = [{"config": cfg.to_toml(), "resume": ""} for cfg in traced]
+    run_ranks("rank_functions_train:traced_all", 2, {"jobs": jobs}, 110.0)
     loop.run(runs.alone(), plain.to_toml(), "")
-    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
+    for cfg in traced:
+        for row, other in zip(runs.metrics(cfg), runs.metrics(plain), strict=True):
+            for key in ("loss", "grad_norm", "busiest", "idle", "dropped"):
+                assert row[key] == pytest.approx(other[key], rel=1e-5), (cfg.plan, key)
+        assert row["dropped"] > 0
 
 
 def test_bytes_of_weights_and_gradients_in_bf16(run_ranks: Run, tmp_path: Path) -> None:
@@ -145,8 +165,48 @@ def test_bytes_of_weights_and_gradients_in_bf16(run_ranks: Run, tmp_path: Path) 
             assert ("edp" in by_axis) == (cfg.plan.ep == 2)
 
 
+FEW = ["model.num_layers=1", "data.sequence_length=6", "train.global_batch=2"]
+FUSED = {
+    "dp=2 ep=2 overlap=fused": [*FEW, *SHARED, *ROUTER, *ROOM, "model.num_experts=5"],
+    "cp=2 ep=2 overlap=fused zero=3 recompute=full": [*FEW, "data.sequence_length=7", "model.num_experts=3"],
+    "pp=2 dp=2 ep=2 overlap=fused zero=3 micro_batches=2": [*FEW, "model.num_layers=2", "train.global_batch=4"],
+    "tp=2 dp=2 ep=2 overlap=fused": [*FEW, *ROOM, "model.expert_ffn_size=7"],
+    "dp=3 ep=3 overlap=fused zero=2": [*FEW, "model.num_layers=2", "model.dense_layers=[0]"],  # a rank has no sequence
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("plan", FUSED)
+def test_the_fused_exchange_is_proven_and_accounted(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its FLOPs and bytes are what its table counted on the device; the memory that peers write to is no weight."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_expert:under_a_fused_plan")
+    report = verify.verify(runs.config(tmp_path, plan, [*SMALL, *FUSED[plan]]), 2)
+    assert report.passed, explain(report)
+
+
+@pytest.mark.ranks
+def test_where_the_fused_exchange_does_not_run_it_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_expert:under_a_plan_that_falls_back")
+    report = verify.verify(runs.config(tmp_path, "dp=2 ep=2 overlap=fused expert_halves=on", [*SMALL, *FEW]), 2)
+    assert report.passed, explain(report)
+
+
 @pytest.mark.gpu2
-@pytest.mark.parametrize("plan", ["dp=2 ep=2", "cp=2 ep=2 zero=3 expert_halves=on", "dp=2 ep=2 recompute=full zero=2"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2 ep=2",
+        "cp=2 ep=2 zero=3 expert_halves=on",
+        "dp=2 ep=2 recompute=full zero=2",
+        "dp=2 ep=2 overlap=fused",
+        "cp=2 ep=2 overlap=fused zero=3",
+        "dp=2 ep=2 overlap=fused recompute=full zero=2",
+    ],
+)
 def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
     """Odd rows, experts that 2 does not divide, a shared one, choices that are dropped."""
     cfg = runs.config(tmp_path, plan, [*SMALL, *ODD, *SHARED, *ROOM, "model.num_experts=5"])
@@ -155,15 +215,29 @@ def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu2
+@pytest.mark.timeout(300)
+def test_two_gpus_fuse_the_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several blocks and pieces, a dense layer before them, a rank's tokens not those of the other."""
+    sizes = ["model.hidden_size=64", "model.expert_ffn_size=48", "model.num_layers=3", "model.dense_layers=[0]"]
+    sizes += ["data.sequence_length=301", "train.global_batch=3", "model.max_positions=301", "model.num_experts=5"]
+    monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_expert:under_a_fused_plan")
+    report = verify.verify(
+        runs.config(tmp_path, "dp=2 ep=2 overlap=fused zero=3", [*SMALL, *sizes, *SHARED]), 2, "cuda"
+    )
+    assert report.passed, explain(report)
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(300)
 def test_two_gpus_train_in_bf16(tmp_path: Path) -> None:
     """Grouped products, experts whole on their rank and copies that compute: losses near those of one GPU."""
     sizes = ["model.hidden_size=64", "model.expert_ffn_size=64", "train.precision=bf16", "train.steps=3"]
     found = []
-    for plan in ("dp=1", "dp=2 ep=2 zero=3 expert_halves=on"):
+    for plan in ("dp=1", "dp=2 ep=2 zero=3 expert_halves=on", "dp=2 ep=2 zero=3 overlap=fused"):
         cfg = runs.config(tmp_path, plan, [*SMALL, *sizes], out=plan.replace(" ", "-"))
         run_local("interlace.train.loop:run", cfg.plan.world, {"config": cfg.to_toml(), "resume": ""}, device="cuda")
         found.append(runs.losses(cfg))
-    assert found[1] == pytest.approx(found[0], rel=5e-3)
+    assert found[1:] == [pytest.approx(found[0], rel=5e-3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -183,6 +257,24 @@ def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, 
         fit.check(cfg, cfg.plan.world, available_axes=AXES)
     assert reason in str(refused.value)
     assert str(refused.value).endswith(f"the nearest that works is {near}")
+
+
+def test_the_fused_exchange_needs_room_for_all_that_can_come(tmp_path: Path) -> None:
+    """Of both ranks' choices, in whole blocks of 64 for each of two experts: in every layer, and once on their way."""
+    words = [*SMALL, "model.expert_ffn_size=200", "data.sequence_length=512", "model.max_positions=512"]
+    plain, fused = (
+        estimate(cfg, cfg.plan, "cpu")
+        for plan in ("dp=2 ep=2", "dp=2 ep=2 overlap=fused")
+        for cfg in [runs.config(tmp_path, plan, words)]
+    )
+    D, F, choices = 16, 200, 4 * 512 * 2
+    room = 2 * choices + 2 * 63 + 2  # rounded up to blocks
+    assert room % 64 == 0
+    kept = room * (D + 2 * F) * 4 - choices * ((2 * D + 4 * F) * 4 + 8 + 16)
+    peers = room * (D * 4 + 8) + choices * (D * 4 + 4) + 2 * 2 * 4 * 4 + 4
+    moving = peers + room * (D + 3 * F) * 4 - 2 * choices * D * 4
+    assert fused.activations - plain.activations == 2 * kept + moving
+    assert fused.parameters == plain.parameters
 
 
 def test_a_rank_needs_less_memory_for_fewer_experts(tmp_path: Path) -> None:

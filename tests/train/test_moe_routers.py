@@ -128,6 +128,17 @@ def test_runs_go_on_under_another_plan_with_their_biases(run_ranks: Run, tmp_pat
     assert all(0 < row["dropped"] < 0.6 and 1 < row["busiest"] < 8 for row in runs.metrics(one))
 
 
+def test_a_stage_without_experts_logs_those_of_the_others(run_ranks: Run, tmp_path: Path) -> None:
+    words = [*DEEPSEEK, "model.num_layers=3", "model.dense_layers=[0]", "train.steps=2", "model.capacity_factor=1.0"]
+    plans = {"one": "dp=1", "pp": "pp=2 layers=1/2 micro_batches=2"}
+    cfgs = {name: runs.config(tmp_path, plan, words, out=name) for name, plan in plans.items()}
+    loop.run(runs.alone(), cfgs["one"].to_toml())
+    run_ranks("rank_functions_train:train_all", 2, {"jobs": [{"config": cfgs["pp"].to_toml(), "resume": ""}]})
+    for row, other in zip(*map(runs.metrics, cfgs.values()), strict=True):
+        for key in ("loss", "busiest", "idle", "dropped"):
+            assert row[key] == pytest.approx(other[key], rel=1e-5), key
+
+
 def test_dense_runs_log_nothing_of_experts_and_dropless_ones_no_drops(tmp_path: Path) -> None:
     for words, keys in ((["model.num_layers=1"], set()), (SMALL, {"busiest", "idle"})):
         cfg = runs.config(tmp_path, "dp=1", [*words, "train.steps=1"], out=f"run-{len(keys)}")
@@ -210,16 +221,22 @@ def test_compiled_blocks_tell_the_same(policy: str, monkeypatch: pytest.MonkeyPa
 def test_the_same_bits_for_every_plan(run_ranks: Run, tmp_path: Path) -> None:
     """`run.reproducible = "plan"`: losses of routers are added in the order of micro-batches and layers, wherever."""
     words = [*DEEPSEEK, "run.reproducible=plan", "model.capacity_factor=1.0", "train.global_batch=5"]
-    plans = {1: ["dp=1"], 2: ["dp=2 zero=3", "pp=2 zero=2"]}
-    found = []
+    mixed = ["model.num_layers=3", "model.dense_layers=[0,2]"]  # the first stage of two has no router
+    plans = {
+        1: [("dp=1", []), ("dp=1", mixed)],
+        2: [("dp=2 zero=3", []), ("pp=2 zero=2", []), ("pp=2 zero=2 layers=1/2", mixed)],
+    }
+    found: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for world, asked in plans.items():
-        cfgs = [runs.config(tmp_path, f"{plan} micro_batch_size=2", words) for plan in asked]
+        cfgs = [runs.config(tmp_path, f"{plan} micro_batch_size=2", [*words, *more]) for plan, more in asked]
         jobs = [{"config": cfg.to_toml(), "steps": 3} for cfg in cfgs]
         for rank in run_ranks("rank_functions_train:bits_all", world, {"jobs": jobs}):
-            found += rank
-    assert len(found) == 5
-    assert len(set(found[0]["losses"])) == 3
-    assert all(made == found[0] for made in found[1:])
+            for (_, more), made in zip(asked, rank, strict=True):
+                found[more is mixed].append(made)
+    for alike, count in ((found[False], 5), (found[True], 3)):
+        assert len(alike) == count
+        assert len(set(alike[0]["losses"])) == 3
+        assert all(made == alike[0] for made in alike[1:])
 
 
 @pytest.mark.gpu2

@@ -37,6 +37,8 @@ class Meter:
 
     `sent` counts bytes that left this rank, `calls` the transfers, and `flops` the products of kernels that transfer
     too, all since the last `reset_counts`.
+    Kernels that count on the device tell what they sent and multiplied `later`, to a meter that was told to `listen`,
+    when it is settled.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
     where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
     until `cut` takes them; a caller who never cuts turns it off.
@@ -48,6 +50,7 @@ class Meter:
         self.sent: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.flops = 0
+        self._later: list[Callable[[], None]] | None = None
         self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
         self.record = record
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
@@ -62,6 +65,20 @@ class Meter:
         self.sent.clear()
         self.calls.clear()
         self.flops = 0
+
+    def listen(self) -> None:
+        """From here on keeps what is told later, until `settle`."""
+        self._later = []
+
+    def later(self, tell: Callable[[], None]) -> None:
+        if self._later is not None:
+            self._later.append(tell)
+
+    def settle(self) -> None:
+        """Lets those who told later count; waits for the device."""
+        found, self._later = self._later or [], None
+        for tell in found:
+            tell()
 
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
         if self.record:

@@ -23,6 +23,7 @@ spread them, and a tile of any expert would wait for tokens of all places instea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ from interlace.kernels import expert_products, expert_route, expert_rows, worksp
 from interlace.kernels.candidate import Tile
 from interlace.kernels.expert_plain import plain
 from interlace.kernels.tile import DTYPES, POINTERS, Operand, is_interpreted, operand, widens
+from interlace.plan import exchange as plan
 
 OPEN, CLOSE, WIDE = Tile(128, 128, 64, 8, 8, 3), Tile(128, 128, 64, 8, 8, 4), Tile(128, 256, 64, 8, 8, 3)
 
@@ -154,8 +156,13 @@ class ExpertExchange:
     @property
     def is_fused(self) -> bool:
         """Whether rows go by these kernels; else by collectives, as `plain`.  Collective at the group's first call."""
-        runs = self.group.device.type == "cuda" or is_interpreted()
-        return runs and self.group.size > 1 and workspace.reachable(self.group)
+        return self.group.size > 1 and self.refuses() is None
+
+    def refuses(self) -> str | None:
+        """Why rows go by collectives, None if they do not.  Collective as `is_fused`."""
+        if self.group.device.type != "cuda" and not is_interpreted():
+            return "its kernels run on GPUs, or with TRITON_INTERPRET=1 on a CPU"
+        return None if workspace.reachable(self.group) else "ranks cannot address each other's memory"
 
     def check(self) -> None:
         """Raises ResourceError if a call wanted more slots than there are; waits for the device."""
@@ -184,9 +191,24 @@ class ExpertExchange:
     def sizes(self, tokens: int, k: int, tuning: Tuning) -> tuple[int, int]:
         """Most tokens of a rank, and slots, a multiple of the block."""
         most = tokens if self.most_tokens is None else self.most_tokens
-        rows = self.group.size * most * k + max(self.owners) * (tuning.block - 1)
-        rows = rows if self.capacity is None else min(rows, self.capacity)
-        return most, max(1, triton.cdiv(rows, tuning.block)) * tuning.block
+        return most, plan.slots(most * k, self.group.size, max(self.owners), tuning.block, self.capacity)
+
+    def count(self, steps: Steps, call: Call, inner: int, products: int, backward: bool) -> None:
+        """Tells the meter, if it listens, what the device knows: bytes of rows, and FLOPs of so many products a row."""
+        self.group.meter.later(
+            functools.partial(self._tell, call.table, steps.D, steps.dtype.itemsize, inner, products, backward)
+        )
+
+    def _tell(self, table: Tensor, hidden: int, itemsize: int, inner: int, products: int, backward: bool) -> None:
+        rows = table[: expert_route.REGION.value * self.experts].view(-1, self.experts).tolist()
+        own = slice(self.first, self.first + self.local)
+        ends, starts = rows[expert_route.END.value], rows[expert_route.START.value]
+        here, kept = sum(ends[own]) - sum(starts[own]), rows[expert_route.KEPT.value]
+        there, back = sum(kept) - sum(kept[own]), here - sum(kept[own])
+        nbytes = plan.sent(there, back, hidden, itemsize, backward)
+        nbytes += 0 if backward else plan.counts(self.experts, self.group.size)
+        self.group.meter.count("all_to_all", self.group.axis, nbytes)
+        self.group.meter.flops += 2 * products * here * hidden * inner
 
     def note(self, steps: Steps, call: Call) -> None:
         """Remembers to look at how many slots a call wanted, if there are fewer than could come."""
@@ -228,15 +250,7 @@ class Steps:
         self.space = space = workspace.of(group, "expert_exchange")
         item = x.dtype.itemsize
         space.require(
-            {
-                "slots": self.capacity * self.D * item,
-                "choices": self.capacity * 4,
-                "factors": self.capacity * 4,
-                "returned": max(1, self.most * k) * self.D * item,
-                "shares": max(1, self.most * k) * 4,
-                "counts": 2 * W * X * 4,
-                "arrivals": 4,
-            },
+            plan.buffers(self.capacity, self.most * k, self.D, item, X, W),
             {"ready": W, "arrived": self.capacity // tuning.piece * W, "back": W, "due": W, "epochs": 1},
         )
         space.follow()
@@ -474,6 +488,7 @@ class _Exchange(torch.autograd.Function):
         steps.leave([(hidden, down)], False, call, None)
         y, _ = steps.sum(call, weights, shared=False)
         exchange.note(steps, call)
+        exchange.count(steps, call, gate.shape[1], 3, backward=False)
         ctx.exchange, ctx.call, ctx.dtype = exchange, call, dtype
         if kept:
             ctx.save_for_backward(rows, gates, ups, weights, gate, up, down)
@@ -495,4 +510,6 @@ class _Exchange(torch.autograd.Function):
         dup = steps.weight(dups, rows, call, up) if wants_up else None
         ddown = steps.weight(steps.slots, weighted, call, down) if wants_down else None
         dx, dweights = steps.sum(call, None, shared=True)
+        products = 3 + wants_gate + wants_up + wants_down
+        exchange.count(steps, call, gate.shape[1], products, backward=True)
         return None, dx, dweights.to(ctx.dtype), None, dgate, dup, ddown

@@ -34,8 +34,8 @@ class Block(nn.Module):
         self.attention = Attention(cfg, layer, device, dtype)
         self.attention_dropout = Dropout(cfg.dropout, f"blocks.{layer}.attention")
         self.mlp_norm = norm(cfg, device, dtype)
-        self.moe: nn.Module | None = MoE(cfg, layer, device, dtype) if cfg.num_experts else None
-        self.mlp: nn.Module | None = None if cfg.num_experts else MLP(cfg, device, dtype)
+        self.moe: nn.Module | None = MoE(cfg, layer, device, dtype) if cfg.has_experts(layer) else None
+        self.mlp: nn.Module | None = None if cfg.has_experts(layer) else MLP(cfg, device, dtype)
         self.mlp_dropout = Dropout(cfg.dropout, f"blocks.{layer}.mlp")
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
@@ -177,8 +177,8 @@ class Decoder(nn.Module):
         return found
 
     def take_loads(self) -> Tensor | None:
-        """How often each expert of each layer here was chosen, and how many of these choices were dropped, in the
-        forward passes with gradients since the last call: int64 [L X+1].  None without experts.
+        """How often each expert of each layer of experts here was chosen, and how many of these choices were dropped,
+        in the forward passes with gradients since the last call: int64 [L X+1].  None where there is no such layer.
 
         A training step adds them up over all ranks that have other tokens, and gives the sum to `steer`.
         """

@@ -44,7 +44,7 @@ class Context:
 
     samples_B: Tensor  # global index of each sequence: keys dropout
     columns_T: Tensor  # where each local column stands in its sequence, whatever the documents: keys dropout
-    rotary: tuple[Tensor, Tensor]  # cosine and sine [B T 1 E/2], fp32
+    rotary: tuple[Tensor, Tensor]  # cosine and sine of the features that turn, [B T 1 E/2] of all, fp32
     patterns: Mapping[int | None, Pattern]  # sliding window of a layer -> what its queries see
     dropout_key: int = 0
     routed: dict[str, Routed] | None = field(default_factory=dict)  # by layer, None once taken
@@ -160,16 +160,21 @@ class Dropout(nn.Module):
 def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn features (i, i + E/2) of each head by the angle of position and frequency i; in fp32, same dtype out.
 
-    The two halves, not neighbours, form the pairs: the layout of Hugging Face weights.
+    The two halves, not neighbours, form the pairs: the layout of Hugging Face weights.  Where the table is of fewer
+    frequencies than E/2, E is the number of first features that turn, and the others stay as they are.
     """
     cosine, sine = rotary
-    first, second = x_BTHE.chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(x_BTHE.dtype)
+    half = cosine.shape[-1]
+    first, second = x_BTHE[..., :half], x_BTHE[..., half : 2 * half]
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x_BTHE.dtype)
+    return turned if 2 * half == x_BTHE.shape[-1] else torch.cat((turned, x_BTHE[..., 2 * half :]), dim=-1)
 
 
 def rotary_table(cfg: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and frequency: two fp32 [B T 1 E/2], the scaling's factor multiplied in."""
+    """Cosine and sine of every position and frequency: two fp32 [B T 1 E/2], the scaling's factor multiplied in.
+
+    E: the features of a head that turn.
+    """
     frequencies, factor = frequencies_of(cfg, positions_BT.device)
     angles = positions_BT[..., None, None].to(torch.float32) * frequencies
     return angles.cos() * factor, angles.sin() * factor
@@ -177,13 +182,14 @@ def rotary_table(cfg: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor
 
 @functools.lru_cache(maxsize=32)
 def frequencies_of(cfg: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Rotary frequencies, fp32 [E/2], and the factor on cosine and sine.
+    """Rotary frequencies of the features that turn, fp32 [E/2], and the factor on cosine and sine.
 
     Plain: theta ** (-2i/E) (Su et al., arXiv 2104.09864), then as `rope_scaling` says.  The steps are rounded to fp32
     in the order that `transformers` uses, since one unit in the last place of a frequency is a visible angle at
     position 100000.
     """
-    exponents = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32) / cfg.head_dim
+    turning = cfg.rotary_dim or cfg.head_dim
+    exponents = torch.arange(0, turning, 2, dtype=torch.float32) / turning
     periods = cfg.rope_theta**exponents  # in radians per position, inverted
     factor = 1.0
     scaling = cfg.rope_scaling

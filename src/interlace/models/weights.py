@@ -1,4 +1,4 @@
-"""Weights from and to a Hugging Face folder: Llama 3, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE, dots1; safetensors only.
+"""Weights from and to a Hugging Face folder, of every model type that `hf_config` knows; safetensors only.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`.  Everything
 that can be wrong with it is found before the first tensor is handed out, and named by file and tensor: a model is
@@ -68,7 +68,13 @@ _DOTS1 = _QWEN3_MOE | {
     "moe.shared.up": "mlp.shared_experts.up_proj",
     "moe.shared.down": "mlp.shared_experts.down_proj",
 }
-_EXPERTS = {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN2_MOE, "qwen3_moe": _QWEN3_MOE, "dots1": _DOTS1}
+_EXPERTS = {
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen3_moe": _QWEN3_MOE,
+    "dots1": _DOTS1,
+    "glm4_moe": _DOTS1,
+}
 
 
 def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
@@ -213,6 +219,10 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
             )
         expected["lm_head.weight"] = tuple(embedding.shape)
     known_spare = [name for name in place if name.endswith(".rotary_emb.inv_freq")]  # computed, stored by old versions
+    behind = range(cfg.num_layers, cfg.num_layers + hf_config.left_out(folder))
+    if further := [name for name in place if any(name.startswith(f"model.layers.{layer}.") for layer in behind)]:
+        warnings.warn(f"{folder}: {_some(further)} ignored, which guess further tokens", stacklevel=3)
+        known_spare += further
     if foreign := [name for name in place if name not in expected and name not in known_spare]:
         raise CheckpointError(
             f"{folder / place[foreign[0]]} holds {_some(foreign)}, which the model of config.json does not have"

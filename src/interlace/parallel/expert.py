@@ -16,14 +16,16 @@ cross tp times that way, but each group of ep is by itself and no count has to a
 
 Quicker because a shared expert, where the model has one, runs while rows are on their way, and because the bytes of one
 half may travel while the other half is multiplied (`halves`), in backward too: an `Exchange` is started and waited for
-at different places.
+at different places.  `kernels.expert_exchange` does better where it runs, and is taken if it is asked for
+(`overlap="fused"`): peers write rows into each other's memory, and products start as their rows come.
 
 On CUDA the library's all-to-all takes its sizes from the host, so `exchange` waits there for the numbers of rows, once
-for each layer and pass: the one place where the host has to know them.
+for each layer and pass: the one place where the host has to know them.  The fused exchange never asks it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +40,8 @@ from interlace.plan import expert as plan
 from interlace.plan.tensor import slices
 from interlace.spec import Parameter, Role
 
+# (x_ND, weights_Nk, experts_Nk, and the three weights of the experts that are here) -> [N D]
+Fused = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 # (rows_RD in the order of experts, how many each has, gate_XFD, up_XFD, down_XDF) -> what the experts make of them
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -46,41 +50,63 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class ExpertAxis:
     """The expert axis: the ranks that hold all experts between them, and the model's product of rows with experts.
 
-    halves: the rows of a layer go in two halves, one on its way while the other is multiplied.
+    halves: the rows of a layer go in two halves, one on its way while the other is multiplied.  overlap: "fused" takes
+    the fused exchange, which has no halves, where it runs; any other is all-to-all ("auto" until a table of
+    measurements says otherwise).  most_tokens: the most that any rank brings at once, the same number on every rank.
     """
 
     group: Group
     experts: Experts
     halves: bool = False
+    overlap: str = "auto"
+    most_tokens: int | None = None
 
     def bounds(self, num_experts: int) -> list[tuple[int, int]]:
         """[start, stop) of the experts of each rank."""
         return [plan.held(num_experts, self.group.size, rank) for rank in range(self.group.size)]
 
+    def fused(self, num_experts: int) -> Fused | None:
+        """The fused exchange; None where it was not asked for, and, said once, where it does not run.  Collective."""
+        if self.overlap != "fused" or self.group.size == 1:
+            return None
+        from interlace.kernels.expert_exchange import ExpertExchange  # needs Triton
+
+        owners = [stop - start for start, stop in self.bounds(num_experts)]
+        made = ExpertExchange(self.group, owners, most_tokens=self.most_tokens)
+        if (reason := made.refuses()) is not None:
+            warnings.warn(f"rows to experts along {self.group.axis}: plain all-to-all, since {reason}", stacklevel=3)
+            return None
+        return made
+
 
 def split_experts(
     decoder: nn.Module, parameters: Sequence[Parameter], axis: ExpertAxis, tensor: Group, parts: dict[str, Part]
 ) -> dict[str, Part]:
-    """Splits the experts of a decoder in place; returns `parts` with theirs.
+    """Splits the experts of a decoder in place; returns `parts` with theirs.  Collective.
 
     parts: those of the tensor axis, which has cut experts for both axes (`tensor.split_decoder`); empty without one.
     """
     theirs = [parameter for parameter in parameters if parameter.role is Role.EXPERT]
     made = {p.name: Part(slices(p, tensor.size), tensor, experts=axis.group) for p in theirs if p.name not in parts}
     replace_parameters(decoder, made)
+    fused = axis.fused(theirs[0].shape[0]) if theirs else None  # a stage may have none
     for parameter in theirs:
         moe: Any = decoder.get_submodule(parameter.name.removesuffix(".weight").rpartition(".")[0])
-        moe.dispatch = SplitDispatch(axis, parameter.shape[0])
+        moe.dispatch = SplitDispatch(axis, parameter.shape[0], fused)
     return {**parts, **made}
 
 
 class SplitDispatch(nn.Module):
-    """In the place of `Dispatch`: weights are those of the experts that are here, [X/ep ..]."""
+    """In the place of `Dispatch`: weights are those of the experts that are here, [X/ep ..].
 
-    def __init__(self, axis: ExpertAxis, num_experts: int) -> None:
+    fused: of `axis.fused`, one for all layers.
+    """
+
+    def __init__(self, axis: ExpertAxis, num_experts: int, fused: Fused | None = None) -> None:
         super().__init__()
         self.axis = axis
         self.num_experts = num_experts
+        self.fused = fused
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
@@ -92,6 +118,8 @@ class SplitDispatch(nn.Module):
         up_XFD: Tensor,
         down_XDF: Tensor,
     ) -> Callable[[], Tensor]:
+        if self.fused is not None:
+            return _Mixed(self.fused(x_ND, weights_Nk, experts_Nk, gate_XFD, up_XFD, down_XDF))
         cut = [(len(x_ND) + 1) // 2, len(x_ND) // 2] if self.axis.halves else [len(x_ND)]
         pairs = zip(x_ND.split(cut), experts_Nk.split(cut), strict=True)
         halves = [Rows.of(x, chosen, self.num_experts) for x, chosen in pairs]
@@ -123,6 +151,17 @@ class _Mixing:
             for moving, half, weights_Nk in zip(returning, self.halves, self.weights, strict=True)
         ]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Mixed:
+    """What has become of rows that nobody waits for."""
+
+    mixed_ND: Tensor
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self) -> Tensor:
+        return self.mixed_ND
 
 
 @dataclass(frozen=True, eq=False)

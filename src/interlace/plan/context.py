@@ -156,6 +156,8 @@ def sent(
     found: Counter[str] = Counter()
     own = [[int(name[7:]) for name in part if name.startswith("blocks.")] for part in stages_here or [units(cfg)]]
     layers = [layer for part in own for layer in part]
+    routers = sum(cfg.has_experts(layer) for layer in layers)
+    routed = sum(any(cfg.has_experts(layer) for layer in part) for part in own)  # stages
     for count, those in zip(micro_batches, documents, strict=True):
         for layer in layers:
             if exchange == "ulysses":
@@ -166,13 +168,13 @@ def sent(
             given, taken = (sum(positions) for positions in zip(*_moved(blocks, length, ways, rank), strict=True))
             wide = max(itemsize, 4)
             found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * wide)
-        if cfg.num_experts and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
+        if routers and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
             again_all = 2 if plan.recompute == "full" else 1
-            each = count * (again_all * len(layers) * cfg.num_experts * 4 + 8 * sum(1 for part in own if part))
+            each = count * (again_all * routers * cfg.num_experts * 4 + 8 * routed)
             found["all_gather"] += each * (ways - 1)
-        if cfg.num_experts and cfg.capacity_factor:  # choices of each expert in two pieces
+        if routers and cfg.capacity_factor:  # choices of each expert in two pieces
             again_all = 2 if plan.recompute == "full" else 1
-            found["all_gather"] += count * again_all * len(layers) * 2 * cfg.num_experts * 4 * (ways - 1)
+            found["all_gather"] += count * again_all * routers * 2 * cfg.num_experts * 4 * (ways - 1)
     return found
 
 

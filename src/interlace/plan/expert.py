@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from interlace.config import ModelConfig, ParallelPlan
 from interlace.layout import split
 from interlace.mesh import Mesh
+from interlace.plan import exchange
 
-# Of every layer, sequence and place along cp: how often the tokens there choose each expert.
+# Of every layer, sequence and place along cp: how often the tokens there choose each expert; nothing of dense layers.
 Visits = Sequence[Sequence[Sequence[Sequence[int]]]]
 Tokens = Sequence[tuple[int, int, int]]  # of what a rank computes: a sequence, the place along cp, its positions there
 COUNT = 8  # bytes of a number of rows, int64
@@ -24,6 +25,12 @@ COUNT = 8  # bytes of a number of rows, int64
 def held(num_experts: int, ways: int, rank: int) -> tuple[int, int]:
     """[start, stop) of the experts that a rank of the axis holds; rank 0 has the most."""
     return split(num_experts, ways, rank)
+
+
+def layers(cfg: ModelConfig, held_units: Sequence[str]) -> list[int]:
+    """The layers with experts among these units of a model."""
+    numbers = [int(unit[7:]) for unit in held_units if unit.startswith("blocks.")]
+    return [layer for layer in numbers if cfg.has_experts(layer)]
 
 
 def inner(plan: ParallelPlan) -> int:
@@ -89,17 +96,24 @@ def work(
     """What place `rank` of an ep group does in its layers.
 
     A row goes to its expert and back, and so do their gradients.  Numbers of rows go ahead of each forward pass, for
-    every micro-batch and half of one.  itemsize: bytes of an element of a row.
+    every micro-batch and half of one, of which the fused exchange has none.  itemsize: bytes of an element of a row.
     """
-    X, ways = cfg.num_experts, len(everyone)
+    X, D, ways = cfg.num_experts, cfg.hidden_size, len(everyone)
     start, stop = held(X, ways, rank)
     forward = 2 if plan.recompute == "full" else 1
-    numbers = COUNT * (X - (stop - start)) * plan.micro_batches * (2 if plan.expert_halves == "on" else 1)
+    is_fused = plan.overlap == "fused"
+    numbers = COUNT * (X - (stop - start)) * (2 if plan.expert_halves == "on" else 1)
+    numbers = plan.micro_batches * (exchange.counts(X, ways) if is_fused else numbers)
     here, sent = {}, 0
     for layer in layers:
         table = rows(cfg, everyone, visits, layer)
         here[layer] = sum(row[rank] for row in table)
         own = table[rank][rank]
-        moved = sum(table[rank]) - own + here[layer] - own  # there and, once multiplied, back
-        sent += moved * cfg.hidden_size * itemsize * (forward + 1) + numbers * forward
+        there, back = sum(table[rank]) - own, here[layer] - own  # to the experts and, once multiplied, back
+        sent += numbers * forward
+        if is_fused:
+            passes = (exchange.sent(there, back, D, itemsize, backward) for backward in (False, True))
+            sent += sum(times * nbytes for times, nbytes in zip((forward, 1), passes, strict=True))
+        else:
+            sent += (there + back) * D * itemsize * (forward + 1)
     return Work(here, sent)

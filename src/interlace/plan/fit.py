@@ -191,8 +191,8 @@ def _ranks(config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, ava
         return f"asks for shard={plan.shard}, which does not divide dp={plan.dp}"
     if plan.shard > 1 and not plan.zero:
         return f"asks for shard={plan.shard} with zero=0, which repeats everything on every rank"
-    if plan.overlap == "fused" and plan.tp == 1:
-        return "asks for overlap=fused without a tensor axis (tp=1), whose products there are to fuse"
+    if plan.overlap == "fused" and plan.tp == plan.ep == 1:
+        return "asks for overlap=fused with tp=1 and ep=1, which leave no product or exchange to fuse"
     if plan.ep > 1:
         if not cfg.num_experts:
             return f"asks for ep={plan.ep}, and the model has no experts"
@@ -317,7 +317,7 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
     for dp, tp, pp, cp, ep in _meshes(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
-        if tp == 1 and asked.overlap == "fused":
+        if tp == ep == 1 and asked.overlap == "fused":
             mesh = replace(mesh, overlap="auto")
         if pp > 1 and asked.transport == "copy":
             mesh = replace(mesh, transport="auto")

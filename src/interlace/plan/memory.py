@@ -32,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose
 from interlace.plan.expert import as_data as as_data_of_experts
@@ -301,28 +302,51 @@ def _activations(
     length = math.ceil(config.data.sequence_length / plan.cp)
     documents = config.data.documents == "separate"
     exchange = choose(config, plan) if plan.cp > 1 else ""
+    routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
+    fused = plan.overlap == "fused" and plan.ep > 1
 
-    def saved(recompute: str) -> int:
+    @functools.cache
+    def saved(has_experts: bool, recompute: str) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
-            cfg, sequences, length, compute, recompute, documents, device, compiled, plan.tp, split_rows, plan.cp,
-            exchange, plan.ep,
+            cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
+            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, fused,
         )  # fmt: skip
 
-    total = sum(most * sum(name.startswith("blocks") for name in names) for most, names in own) * saved(plan.recompute)
-    if plan.recompute != "none":
-        total += saved("none") - saved(plan.recompute)  # the block that backward has run again
+    blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
+    total = sum(most * saved(has_experts, plan.recompute) for most, has_experts in blocks)
+    if plan.recompute != "none":  # the block that backward has run again
+        total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
     if exchange in ("ring", "gather"):
         total += _exchanged(cfg, plan, exchange, sequences * length, compute)
     tokens = sequences * length
-    if plan.ep > 1:  # rows on their way, where they leave from and where they arrive
-        total += 2 * tokens * cfg.experts_per_token * cfg.hidden_size * compute
+    if plan.ep > 1 and any(
+        has_experts for _, has_experts in blocks
+    ):  # rows on their way, where they leave from and where they arrive
+        total += _moving(cfg, plan, tokens, compute, fused)
     first = next((most for most, names in own if "embedding" in names), 0)
     total += first * tokens * 8  # token numbers
     total += first * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
     if any("head" in names for _, names in own):
         total += _rows(tokens, plan) * (_norm_bytes(cfg, compute, device) + cfg.hidden_size * compute)
     return total
+
+
+def _moving(cfg: ModelConfig, plan: ParallelPlan, tokens: int, compute: int, fused: bool) -> int:
+    """What one layer of experts holds beside what it keeps: rows of all-to-all at both ends, or what peers write to and
+    what backward makes of it slot by slot."""
+    k, D = cfg.experts_per_token, cfg.hidden_size
+    if not fused:
+        return 2 * tokens * k * D * compute
+    room = _slots(cfg, plan.ep, tokens, compute)
+    memory = fused_exchange.buffers(room, tokens * k, D, compute, cfg.num_experts, plan.ep)
+    return sum(memory.values()) + room * (D + 3 * math.ceil(cfg.expert_ffn_size / plan.tp)) * compute
+
+
+def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int) -> int:
+    """Of the fused exchange, for so many tokens a rank."""
+    most = held_experts(cfg.num_experts, ep, 0)[1]
+    return fused_exchange.slots(tokens * cfg.experts_per_token, ep, most, fused_exchange.BLOCKS[compute])
 
 
 def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int) -> int:
@@ -353,11 +377,12 @@ def block_activations(
     cp: int = 1,
     exchange: str = "",
     ep: int = 1,
+    fused: bool = False,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
     length: that of one rank of cp.  exchange: that of attention, where cp > 1.  Over ep all experts are taken to be
-    chosen alike: a rank whose experts are chosen more often keeps more.
+    chosen alike: a rank whose experts are chosen more often keeps more; fused: but as many slots as rows can come.
 
     full        the block's input
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
@@ -384,11 +409,11 @@ def block_activations(
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
     per_token += (
-        _experts_bytes(cfg, c, tp)
+        _experts_bytes(cfg, c, tp, fused)
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
-    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 else 0
+    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and not fused else 0
     if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
         core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
         core += 0 if recompute == "selective" else 4 * N * cfg.num_heads
@@ -398,6 +423,8 @@ def block_activations(
         core += N * cfg.num_heads * E * c  # the output, back at its positions
     else:
         core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+    if cfg.num_experts and fused:
+        core += fused_exchange.kept(_slots(cfg, ep, N, c), D, cfg.expert_ffn_size, c)
     return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
 
 
@@ -421,13 +448,19 @@ def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:
     return cfg.hidden_size * (8 if device == "cpu" else compute) + 4
 
 
-def _experts_bytes(cfg: ModelConfig, compute: int, tp: int) -> int:
+def _experts_bytes(cfg: ModelConfig, compute: int, tp: int, fused: bool) -> int:
     """Per token: router scores, choice, weights and both orders, what its losses read; per chosen expert its rows.
 
-    Over tp the balance loss has scores of its own.  Sigmoid scores are made to sum to one for it."""
+    Over tp the balance loss has scores of its own.  Sigmoid scores are made to sum to one for it.  fused: rows are in
+    slots, and the orders smaller."""
     k, X = cfg.experts_per_token, cfg.num_experts
-    rows = k * (2 * cfg.hidden_size + 4 * cfg.expert_ffn_size) * compute
-    routing = 4 * X + k * (8 + 8 + 8 + 4) + (4 * k + 4 if cfg.norm_topk else 0) + (2 * k if cfg.capacity_factor else 0)
+    rows = 0 if fused else k * (2 * cfg.hidden_size + 4 * cfg.expert_ffn_size) * compute
+    routing = (
+        4 * X
+        + k * (8 + 4 + (8 if fused else 16))
+        + (4 * k + 4 if cfg.norm_topk else 0)
+        + (2 * k if cfg.capacity_factor else 0)
+    )
     if cfg.router_aux_loss:
         routing += (4 * X if tp > 1 else 0) + (4 if cfg.router_scores == "sigmoid" else 0)
     if cfg.router_z_loss:

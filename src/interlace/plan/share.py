@@ -30,12 +30,14 @@ STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, wi
 class Run:
     """The parameters of a unit in the order of its flat run; `unit` is "root" for those that several use.
 
-    is_expert: they are experts, and the axis of which others have the rest runs.
+    position: the place of the unit among those that the rank holds.  is_expert: they are experts, and the axis of which
+    others have the rest runs.
     """
 
     unit: str
     members: tuple[Parameter, ...]
     cut: engine.Cut
+    position: int
     is_expert: bool = False
 
     def over(self, axis: str) -> Layout:
@@ -77,7 +79,8 @@ def runs(
             (root if parameter.tied_to else found.setdefault(key, [])).append(parameter)
     order = {unit: place for place, unit in enumerate(units(cfg))}
     keys = sorted(found, key=lambda key: (order[key[0]], key[1]))
-    made = []
+    made: list[Run] = []
+    places: dict[str, int] = {}
     for unit, is_expert, unsorted in (*((*key, found[key]) for key in keys), ("root", False, root)):
         members = sorted(unsorted, key=lambda member: (not member.decay, tensor.kind(member, tp, sequence)))
         most = expert.held(cfg.num_experts, ep, 0)[1] if is_expert else 1
@@ -85,7 +88,7 @@ def runs(
         sizes = [tensor.slices(member, tp).numel(0) // each * most for member in members]
         if members:
             cut = engine.cut(sizes, ranks // ep if is_expert else ranks)
-            made.append(Run(unit, tuple(members), cut, is_expert))
+            made.append(Run(unit, tuple(members), cut, places.setdefault(unit, len(places)), is_expert))
     return tuple(made)
 
 
@@ -241,7 +244,7 @@ def _work_of_experts(
         positions = context.held(config.data.sequence_length, plan.cp, at)
         parts = computed_parts(plan, whole, peer, batch)
         everyone.append([(sequence, at, positions) for part in parts for sequence in part])
-    layers = [int(unit[7:]) for unit in held_units(config, rank) if unit.startswith("blocks.")]
+    layers = expert.layers(cfg, held_units(config, rank))
     done = expert.work(cfg, config.plan, mesh.index(rank, "ep"), everyone, visits, layers, compute)
     return {f"blocks.{layer}": count for layer, count in done.rows.items()}, done.sent
 
@@ -302,9 +305,9 @@ def _sent_between_stages(
         ends = [run.cut.offsets[-1] + run.members[-1].numel for run in counted]
         chunks = sum(math.ceil(end / run.cut.chunk) for end, run in zip(ends, counted, strict=True))
         numbers = FP64 * (len(leaves(plan, batch)) + chunks)
-    if fixed and cfg.num_experts and cfg.has_router_losses:
-        layers = sum(run.unit.startswith("blocks.") for run in found)
-        numbers += 2 * FP32 * layers * sum(counts)  # two losses a layer and sequence
+    if fixed and cfg.has_router_losses:
+        layers = expert.layers(cfg, [run.unit for run in found])
+        numbers += 2 * FP32 * len(layers) * sum(counts)  # two losses a layer and sequence
     sent["all_gather"] = numbers * (plan.pp - 1)
     home = placement_of(plan)
     for run in found:
@@ -344,7 +347,7 @@ def _gathered(found: tuple[Run, ...]) -> Iterator[int]:
     """Elements of the buffers that hold gathered units under zero=3; the root has its own."""
     inner = [run for run in found if run.unit != "root"]
     totals = [run.cut.total for run in inner]
-    chosen = engine.slots(totals, range(len(inner)), distance=2)
+    chosen = engine.slots(totals, [run.position for run in inner], distance=2)
     yield from engine.slot_sizes(totals, chosen)
     yield from (run.cut.total for run in found if run.unit == "root")
 
@@ -368,14 +371,15 @@ def _sent(
     count = micro_batch_count(plan, batch, fixed)
     if fixed:  # a loss a round, a square sum a chunk
         scalars = FP64 * (count + sum(run.cut.total // run.cut.chunk for run in found) // plan.dp)
-    if scalars and config.model_config().num_experts:
-        layers = sum(run.unit.startswith("blocks.") for run in found)
-        scalars += INT64 * layers * (config.model_config().num_experts + 1)  # how often each was chosen
+    if scalars:
+        layers = expert.layers(config.model_config(), [run.unit for run in found])
+        scalars += INT64 * len(layers) * (config.model_config().num_experts + 1)  # how often each was chosen
     sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
     units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
     if plan.zero == 3 and plan.pp == 1:
-        chosen = engine.slots([run.cut.total for run in units_run], range(len(units_run)), distance=2)
+        totals, positions = [run.cut.total for run in units_run], [run.position for run in units_run]
+        chosen = engine.slots(totals, positions, distance=2)
         regather = [run.unit != "embedding" for run in units_run]
         ahead = 0 if plan.overlap == "off" else 1
         counts = engine.gathers_per_step(chosen, regather, ahead, count)

@@ -210,11 +210,12 @@ def _changes(
     """(layout before, layout after, shape, bytes of an element, how often) of one micro-batch's collectives."""
     D, X = cfg.hidden_size, cfg.num_experts
     L, first, last = sum(unit.startswith("blocks.") for unit in held), "embedding" in held, "head" in held
+    routers = sum(f"blocks.{layer}" in held for layer in cfg.expert_layers)
     again = plan.recompute == "full"
-    shared = L if cfg.shared_ffn_size else 0  # its own entrance and exit, which come first and are run again
+    shared = routers if cfg.shared_ffn_size else 0  # its own entrance and exit, which come first and are run again
     entrances = (2 * L + shared) * (2 if again else 1)
     exits = 2 * L + shared + (L * (2 if cfg.dropout else 1) + shared if again else 0)  # a block's last sum is not
-    logits = L * (2 if again else 1)
+    logits = routers * (2 if again else 1)
     wide, narrow, of_logits = (rows, D), (rows, X), 4 if cfg.router_fp32 else itemsize
     yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, last
     if plan.sequence == "on":
@@ -233,13 +234,13 @@ def _changes(
         )  # embedding, exits; gradients of head and entrances
         if X:
             yield *gather, narrow, of_logits, logits * (2 if cfg.has_router_losses else 1)
-            yield *scatter, narrow, of_logits, L
+            yield *scatter, narrow, of_logits, routers
         return
     reduce = ("S +tp", "S")
     yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L + shared
     if X:
         yield "N/tp W", "N W", narrow, of_logits, logits
-        yield *reduce, (rows * X,), of_logits, L
+        yield *reduce, (rows * X,), of_logits, routers
 
 
 def seconds(

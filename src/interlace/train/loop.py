@@ -303,7 +303,9 @@ class _RunFolder:
         the metrics tell of experts, of all layers."""
         own = record.waited()
         axes = [group.axis for group in self.session.groups if group.size > 1]
-        load = [] if loads_LY is None else _load(loads_LY)
+        load = []
+        if self.session.model_cfg.num_experts:  # a stage of dense layers alone tells of none
+            load = [0.0] * 4 if loads_LY is None else _load(loads_LY)
         values = torch.tensor([seconds, *load, *(own.get(axis, 0.0) for axis in axes)], dtype=torch.float64)
         everyone = values[None]
         if axes:

@@ -26,6 +26,7 @@ from interlace.parallel.part import Part, holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
 from interlace.plan import context, expert
+from interlace.plan.memory import micro_batching
 from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
 from interlace.plan.tensor import across_hosts
@@ -134,7 +135,7 @@ def build(world: World, cfg: Config) -> Session:
         axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap, reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout), others)
     if others is not None:
-        axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on")
+        axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on", cfg.plan.overlap, most_tokens(cfg))
         parts = split_experts(decoder, parameters, axis_of_ep, groups["tp"], parts)
     model = wrap(
         decoder,
@@ -173,6 +174,13 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def most_tokens(cfg: Config) -> int:
+    """The most tokens that any rank has in a micro-batch."""
+    _, sequences = micro_batching(cfg, cfg.plan)
+    length, ways = cfg.data.sequence_length, cfg.plan.cp
+    return sequences * max(context.held(length, ways, rank) for rank in range(ways))
 
 
 def _same_experts(cfg: Config, groups: Groups) -> tuple[Group, tuple[Group, Group] | None]:

@@ -23,6 +23,7 @@ from interlace.models.decoder import Decoder
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.parallel.stages import StagedParallel
+from interlace.plan.expert import layers
 from interlace.plan.stages import layers_given, num_stages, placement_of, splits_backward, stages_of, table_of
 from interlace.train.data import IGNORED, Batch
 
@@ -73,7 +74,6 @@ class Staged:
         self.cfg, self.model, self.group, self.lines, self.meter = cfg, model, group, lines, meter
         self.routed: dict[tuple[int, int], list[Tensor]] = {}  # by stage and micro-batch: of each layer, [2 B]
         self.heads: dict[int, Tensor] = {}  # losses of the vocabulary
-        self.cut_layers = [sum(name.startswith("blocks.") for name in names) for names in cut]
         self.given: list[tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]] = []
         self.columns_T: Tensor | None = None
         self.dropout_key = 0
@@ -83,6 +83,7 @@ class Staged:
         assert isinstance(decoder, Decoder)
         self.decoder = decoder
         self.hidden = decoder.cfg.hidden_size
+        self.routers = [len(layers(decoder.cfg, names)) for names in cut]  # of each stage
         self.has_losses = decoder.cfg.num_experts > 0 and decoder.cfg.has_router_losses
         switch = Switch() if splits_backward(cfg.plan) else None
         model.switch = switch
@@ -113,10 +114,10 @@ class Staged:
             self.model.ready(stage)
             output = part.hidden(tokens_BT if x is None else x, context)
             losses = part.count(context)
+            self.routed[stage, micro_batch] = [loss_2B.detach() for loss_2B in losses]
             if not is_last and not losses:
                 return output, None
             counts_B = (labels_BT != IGNORED).sum(dim=1)
-            self.routed[stage, micro_batch] = [loss_2B.detach() for loss_2B in losses]
             loss = part.balance(losses, counts_B)
             if is_last:
                 head = part.head(output, labels_BT, context)
@@ -188,7 +189,7 @@ class Staged:
         for work in self.works.values():
             work.take_losses()
         table = self.pipeline(len(self.given), True).table
-        stages = [self.cut_layers[stage] for stage in range(table.stages)]
+        stages = self.routers
         lengths = [2 * len(given[0]) for given in self.given]  # of two losses each
         sizes = [sum(stages[stage] for stage in table.stages_of(rank)) * sum(lengths) for rank in range(table.ranks)]
         own = [loss.flatten() for stage in self.works for j in range(len(lengths)) for loss in self.routed[stage, j]]

@@ -138,7 +138,8 @@ def _check_meta(reader: Reader, cfg: Config) -> None:
             f"{folder} was not written by a training run (no {(missing + wrong)[0]}); resume another."
         )
     own = _plain(asdict(cfg.model_config()))
-    saved = {key: field.default for key, field in ModelConfig.__dataclass_fields__.items()} | reader.meta["model"]
+    defaults = {key: field.default for key, field in ModelConfig.__dataclass_fields__.items()}
+    saved = _plain(defaults) | reader.meta["model"]
     different = [key for key in own if saved.get(key) != own[key] and key not in EVALUATED_ALIKE]
     if different:
         pairs = ", ".join(f"{key} ({saved.get(key)} saved, {own[key]} asked)" for key in different[:6])

@@ -31,8 +31,8 @@ from interlace.train.data import IGNORED, Batch
 class StepResult:
     """`loss`: mean over the step's `labels` valid labels, `part` this rank's share of it; `grad_norm`: before clipping.
 
-    0-d tensors on the device.  `loads`: of every layer here, how often each expert was chosen in the global batch, and
-    how many of these choices were dropped, int64 [L X+1]; None without experts.
+    0-d tensors on the device.  `loads`: of every layer of experts here, how often each was chosen in the global batch,
+    and how many of these choices were dropped, int64 [L X+1]; None where there is no such layer.
     """
 
     loss: torch.Tensor

@@ -353,6 +353,8 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
     for step in range(steps):
         world.status(step=step, operation="step under the plan")
         session.meter.reset_counts()
+        if step == 1:
+            session.meter.listen()
         counter = FlopCounterMode(display=False, custom_mapping=ADDED)
         with counter if step == 1 else nullcontext():
             loss, _ = forward_backward(
@@ -361,6 +363,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         if step == 0:
             found["digests"]["gradient"] = _collect(world, folder, "gradient-plan", model.whole_gradients(), stage)
         if step == 1:
+            session.meter.settle()
             found["resident"] = _resident(session)
             found["flops"] = _products(counter) + session.meter.flops
         total, _ = update(model, session.optimizer, loss, clip_norm=cfg.train.clip, leaves=session.leaves)
@@ -373,6 +376,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         session.advance()
     weights = itertools.chain(model.whole_parameters(), model.module.named_buffers())
     found["digests"]["weight"] = _collect(world, folder, "weight-plan", weights, stage)
+    found["fused"] = any(getattr(module, "fused", None) is not None for module in model.module.modules())
     gc.unfreeze()
     return found
 
@@ -443,7 +447,9 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         seen |= storages.keys()
     elsewhere = [*session.dataset.tensors(), *session.model.peer_tensors()]
     if "interlace.kernels.workspace" in sys.modules:  # something fused has run
-        elsewhere += sys.modules["interlace.kernels.workspace"].arenas(session.groups["tp"])
+        arenas = sys.modules["interlace.kernels.workspace"].arenas
+        elsewhere += [memory for axis in ("tp", "ep") if axis in session.groups.by_axis
+                      for memory in arenas(session.groups[axis])]  # fmt: skip
     seen |= {t.untyped_storage().data_ptr() for t in elsewhere}
     known = sum(sizes.values())
     for _ in range(LOOKS):
@@ -483,9 +489,12 @@ ADDED = {torch.ops.aten.addmm: _added_product, torch.ops.aten.addmm_: _added_pro
 def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
     """How often the tokens of each sequence and place along cp chose each expert in the accounted step."""
     num_experts, cut = cfg.model_config().num_experts, pieces(cfg.data.sequence_length, cfg.plan.cp)
-    visits = []
+    visits: list[list[list[list[int]]]] = []
     with safe_open(folder / "choices-reference", "pt") as file:
         for layer in range(cfg.model_config().num_layers):
+            if not cfg.model_config().has_experts(layer):
+                visits.append([])
+                continue
             chosen_BTk = file.get_tensor(str(layer)).unflatten(0, (batch, -1))
             own = [[cut[piece] for piece in places(cfg.plan.cp, at)] for at in range(cfg.plan.cp)]
             each = [[torch.cat([row[a:b] for a, b in ranges]).flatten() for ranges in own] for row in chosen_BTk]
@@ -498,6 +507,8 @@ def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
 def _accounts(
     cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
 ) -> Iterator[Account]:
+    if cfg.plan.overlap == "fused" and not found["fused"]:  # rows of experts go by all-to-all where peers are far
+        cfg = replace(cfg, plan=replace(cfg.plan, overlap="plain"))
     expected = share(cfg, rank, alone["batch"], alone["documents"], visits)
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
