@@ -99,9 +99,9 @@ def alone(whole: Pattern, tensors: list[Tensor], backend: SDPBackend | None) -> 
     return run, left
 
 
-def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, float]:
-    """Seconds of each: the median round of the rank that takes longest."""
-    device, times = group.device, {name: list[float]() for name in runs}
+def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, tuple[float, float]]:
+    """Seconds of each: the median round of the rank that takes longest, and what the host took to enqueue it."""
+    device, times = group.device, {name: list[tuple[float, float]]() for name in runs}
     for number in range(rounds + 2):
         for name, run in runs.items():
             dist.barrier()
@@ -109,18 +109,20 @@ def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, float]:
                 torch.cuda.synchronize(device)
             began, clock = now(device), time.perf_counter()
             run()
+            enqueued = time.perf_counter() - clock
             ended = now(device)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             taken = between(began, ended) if device.type == "cuda" else time.perf_counter() - clock
-            slowest = torch.tensor([taken], dtype=torch.float64, device=device)
+            slowest = torch.tensor([taken, enqueued], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if number >= 2:
-                times[name].append(float(slowest))
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append((float(slowest[0]), float(slowest[1])))
+    first, second = ({name: statistics.median(v[i] for v in values) for name, values in times.items()} for i in (0, 1))
+    return {name: (first[name], second[name]) for name in times}
 
 
-def timed_native(name: str, tensors: list[Tensor], group: Group, rounds: int) -> dict[str, float]:
+def timed_native(name: str, tensors: list[Tensor], group: Group, rounds: int) -> dict[str, tuple[float, float]]:
     """Seconds of one of PyTorch's own; none if it does not take these tensors."""
     import peers.torch_context as peer
     from torch.distributed.device_mesh import init_device_mesh
@@ -174,7 +176,8 @@ def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]
             run()
         except RuntimeError:  # a kernel that does not take these tensors, on any rank alike
             del single[name]
-    ideal = min(timed({name: run for name, (run, _) in single.items()}, group, options.rounds).values()) / group.size
+    alone_times = timed({name: run for name, (run, _) in single.items()}, group, options.rounds)
+    ideal = min(seconds for seconds, _ in alone_times.values()) / group.size
     expected = next(iter(single.values()))[1]
     runs: dict[str, Run] = {}
     native = []
@@ -200,9 +203,11 @@ def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]
     for name in native:  # by itself: what else runs meanwhile would be part of its ring
         times |= timed_native(name, tensors, group, options.rounds)
     flops = 3.5 * 4 * heads * head_dim * seen_pairs(length, documents_BT) / group.size
-    return [
-        f"| {length} | {name} | {1e3 * seconds:.3f} | {flops / seconds / 1e12:.1f} | {100 * ideal / seconds:.1f} % |"
-        for name, seconds in {"ideal": ideal, **times}.items()
+    lines = [f"| {length} | ideal | {1e3 * ideal:.3f} | - | {flops / ideal / 1e12:.1f} | 100.0 % |"]
+    return lines + [
+        f"| {length} | {name} | {1e3 * seconds:.3f} | {1e3 * host:.3f} | {flops / seconds / 1e12:.1f} | "
+        f"{100 * ideal / seconds:.1f} % |"
+        for name, (seconds, host) in times.items()
     ]
 
 
@@ -226,8 +231,8 @@ def main() -> None:
     lines = [
         f"{size} ranks, {torch.cuda.get_device_name(device) if cuda else 'cpu'}, torch {torch.__version__}, "
         f"heads {options.heads}, {kind}, {' '.join(sys.argv[1:])}",
-        "| length | variant | ms | TFLOP/s a rank | of the ideal |",
-        "|---|---|---|---|---|",
+        "| length | variant | ms | host ms | TFLOP/s a rank | of the ideal |",
+        "|---|---|---|---|---|---|",
     ]
     if rank == 0:
         print(*lines, sep="\n", flush=True)

@@ -16,7 +16,8 @@ Variants, with the suffix -eager without compilation of the blocks:
     torch-async     the same with async-TP (needs compilation and GPUs)
     megatron        megatron-core with sequence parallel, where it is installed (peers/megatron.py)
 
-"waited" is the time in which ours stood still for a transfer, a step, on the rank that waited most.
+"waited" is the time in which ours stood still for a transfer, a step, on the rank that waited most, "host" the time that
+rank 0 took to enqueue a step: near the step's own, it is the host that binds, or a full queue that held it up.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def main() -> None:
     batch = random_batch(cfg, given.sequences, given.length, 0)
     expected = None if given.no_reference else reference(cfg, [batch], device)
     rounds: dict[str, list[float]] = {name: [] for name in given.variants.split(",")}
-    rows: list[tuple[str, float, float]] = []
+    rows: list[tuple[str, float, float, float]] = []
     turns = [[name] for name in rounds] if given.alone else [list(rounds)]
     for names in turns:
         _free(device)
@@ -194,7 +195,8 @@ def main() -> None:
             for variant in variants:
                 rounds[variant.name].append(timed(variant, batch, given.steps, device))
         for variant in variants:
-            rows.append((variant.name, waited(variant), (variant.peak + variant.outside) / 2**30))
+            peak = (variant.peak + variant.outside) / 2**30
+            rows.append((variant.name, waited(variant), statistics.median(variant.host), peak))
             if variant.name in given.profile.split(","):
                 profile(variant, batch, rank)
         variants.clear()
@@ -212,7 +214,7 @@ def _free(device: torch.device) -> None:
 def table(
     given: argparse.Namespace,
     cfg: ModelConfig,
-    rows: list[tuple[str, float, float]],
+    rows: list[tuple[str, float, float, float]],
     rounds: dict[str, list[float]],
     ranks: int,
 ) -> None:
@@ -230,19 +232,19 @@ def table(
         f"torch {torch.__version__}, {library}, {given.sequences} x {given.length} tokens, {given.rounds} rounds of "
         f"{given.steps} steps, `{' '.join(sys.argv)}`",
         "",
-        "| variant | ms | spread | tokens/s/GPU | MFU % (causal) | waited ms | peak GiB | serial / it | peer / it |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| variant | ms | spread | tokens/s/GPU | MFU % (causal) | waited ms | host ms | peak GiB | serial / it "
+        "| peer / it |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, stood, peak in rows:
+    for name, stood, host, peak in rows:
         ms = medians[name]
         rate = tokens / ranks / ms * 1e3
         mfu = f"{100 * rate * flops / topology.flops_per_second('bf16'):.1f}" if topology else "-"
         spread = max(rounds[name]) - min(rounds[name])
         stood_text = f"{stood:.1f}" if name.startswith("ours") else "-"
         ratios = " | ".join(f"{other / ms:.3f}" if other else "-" for other in (serial, best))
-        lines.append(
-            f"| {name} | {ms:.1f} | {spread:.1f} | {rate:,.0f} | {mfu} | {stood_text} | {peak:.1f} | {ratios} |"
-        )
+        figures = f"{ms:.1f} | {spread:.1f} | {rate:,.0f} | {mfu} | {stood_text} | {host:.1f} | {peak:.1f}"
+        lines.append(f"| {name} | {figures} | {ratios} |")
     text = "\n".join(lines)
     print(text, flush=True)
     if given.out:

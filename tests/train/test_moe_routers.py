@@ -248,7 +248,9 @@ def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler of torch 2.11 looks at it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning", "ignore:TensorFloat32:UserWarning"
+)  # said by the compiler
 def test_a_compiled_model_in_bf16_on_a_gpu() -> None:
     """Grouped products with dropped rows behind their last end, compiled and run again in backward."""
     words = [word for word in DEEPSEEK if word.startswith("model.")]
