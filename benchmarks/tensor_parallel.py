@@ -16,7 +16,7 @@ Variants, with the suffix -eager without compilation of the blocks:
     torch-async     the same with async-TP (needs compilation and GPUs)
     megatron        megatron-core with sequence parallel, where it is installed (peers/megatron.py)
 
-"waited" is the time in which ours stood still for a transfer, a step, on the rank that waited most, "host" the time that
+"waited" is the time in which ours stood still for transfers, a step, on the rank that waited most; "host" the time that
 rank 0 took to enqueue a step: near the step's own, it is the host that binds, or a full queue that held it up.
 """
 
