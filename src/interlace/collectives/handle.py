@@ -229,16 +229,17 @@ def start(
 
         return Handle(wait_on_host)
 
+    timed = meter.record
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         if prepare is not None:
             prepare()
-        began = _mark(stream)
+        began = _mark(stream) if timed else 0.0
         for work in launch():
             work.wait()  # the side stream waits, the host goes on
-        ended = _mark(stream)
+        ended = _mark(stream) if timed else 0.0
         result = finish()
-        ready = _mark(stream)
+        ready = stream.record_event()
     meter.transferred(axis, name, began, ended, nbytes)
     in_order = stream == torch.cuda.current_stream(stream.device)
     keep = (prepare, launch, finish)  # a tensor that only `prepare` reads may not have been read yet either
@@ -246,12 +247,14 @@ def start(
     def wait_on_stream() -> T:
         nonlocal keep
         compute = torch.cuda.current_stream(stream.device)  # not always the one that the transfer was started from
-        stood = _mark(compute)
         if in_order and compute == stream:  # nothing else ran meanwhile
             meter.stalled(axis, name, began, ended)
-        else:
+        elif timed:
+            stood = _mark(compute)
             compute.wait_event(ready)
             meter.stalled(axis, name, stood, _mark(compute))
+        else:
+            compute.wait_event(ready)
         del keep
         return result
 
