@@ -41,6 +41,8 @@ def late(rank: int) -> Iterator[None]:
     """Nothing moves before it is waited for."""
 
     def start(meter: Any, axis: str, name: str, *rest: Any, **options: Any) -> Handle[Any]:
+        if axis == "world":  # of hosts, which have no streams
+            return handle.start(meter, axis, name, *rest, **options)
         return Handle(Late(lambda: handle.start(meter, axis, name, *rest, **options)).wait)
 
     with mock.patch.object(ops, "start", start), mock.patch.object(ordered, "start", start):
@@ -76,5 +78,5 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
         Late.begun = 0
         with FAULTS[job.pop("fault")](world.rank):
             found.append(verify.under_plan(world, **job))
-        assert Late.begun > 10, Late.begun
+        assert Late.begun > 0
     return found
