@@ -87,7 +87,7 @@ def _read_rules(cls: type) -> dict[str, Any]:
 
 
 @functools.cache
-def _plain(cls: type) -> tuple[tuple[str, Any, type, Range | OneOf | None], ...]:
+def _plain(cls: type) -> tuple[tuple[str, Any, Any, Range | OneOf | None], ...]:
     """(name, type with its rule, type, rule) of every field; object where more than type and rule must be looked at."""
     made = []
     for name, hint in _read_rules(cls).items():
@@ -185,7 +185,8 @@ class Section:
     _error: ClassVar[type[ConfigError]] = ConfigError
 
     def __post_init__(self) -> None:
-        for name, hint, kind, rule in _plain(type(self)):
+        own: Any = type(self)
+        for name, hint, kind, rule in _plain(own):
             value = getattr(self, name)
             if type(value) is kind and (rule is None or rule.holds(value)):
                 continue  # the usual case: a search for a plan makes tens of thousands
