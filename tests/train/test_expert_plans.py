@@ -119,17 +119,6 @@ def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_pat
     assert any("ep" in row["waited"] for row in runs.metrics(cfgs[1])), "waits for rows are told by their axis"
 
 
-def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    overrides = [*SMALL, *SHARED, "model.num_layers=1", "train.steps=2"]
-    traced = runs.config(
-        tmp_path, "dp=2 ep=2 recompute=full expert_halves=on", [*overrides, "train.compile=true"], out="traced"
-    )
-    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
-    loop.run(runs.alone(), plain.to_toml(), "")
-    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
-
-
 def test_bytes_of_weights_and_gradients_in_bf16(run_ranks: Run, tmp_path: Path) -> None:
     """Along the data axis experts travel among those that hold the same; a group of one sends nothing."""
     plans = [f"dp=4 ep={ep} zero={zero} {passes}" for ep, zero, passes in [
