@@ -201,6 +201,9 @@ def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     narrow = runs.config(tmp_path, "cp=8", [*long, "model.num_kv_heads=16", "model.sliding_window=16"])
     odd = runs.config(tmp_path, "cp=6", [*long, "model.num_kv_heads=16"])
     assert [context.choose(c, c.plan) for c in (few, many, narrow, odd)] == ["ring", "ulysses", "ring", "ring"]
+    for recompute, best in (("none", "ring"), ("selective", "ulysses"), ("full", "ring")):  # what is sent again
+        close = runs.config(tmp_path, f"cp=4 recompute={recompute}", [*long, "model.num_kv_heads=4"])
+        assert context.choose(close, close.plan) == best, recompute
 
 
 def test_plans_drawn_at_random_split_sequences_too(tmp_path: Path) -> None:
