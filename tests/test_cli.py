@@ -202,7 +202,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.ranks
 def test_runs_at_once_and_those_of_torchrun_give_the_same(file: str, tmp_path: Path) -> None:
     """meta-pytorch/torchtune#392: no default port to fight for."""
-    starts = {"a": COMMAND, "b": COMMAND, "c": TORCHRUN}
+    starts = {"a": COMMAND, "b": TORCHRUN}
     processes = [
         start(tmp_path, "train", file, "--set", f"run.out={tmp_path}/{out}", command=command)
         for out, command in starts.items()
@@ -212,7 +212,7 @@ def test_runs_at_once_and_those_of_torchrun_give_the_same(file: str, tmp_path: P
         assert process.returncode == 0, err
         assert (out, err.count("plan: dp=2 zero=3 on 2 ranks (cpu)\n"), err.count("step 3/3")) == ("", 1, 1)
     losses = [runs.losses(runs.config(tmp_path, out=out)) for out in starts]
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
     assert len(losses[0]) == 3
 
 

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 import runs
+from interlace.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +24,11 @@ def command(folder: Path, *words: str, **where: object) -> subprocess.Popen[byte
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **where}
     return subprocess.Popen([sys.executable, "-m", "interlace", *words], cwd=folder, env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def here(*words: str) -> Result:
+    """The command in this process, whose ranks come from the tests' own fork server: no start of Python and torch."""
+    return CliRunner().invoke(app, list(words))
 
 
 def write_run(folder: Path, out: bool) -> str:
@@ -45,12 +53,12 @@ def test_two_runs_with_defaults_have_a_folder_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_that_never_began_does_not_keep_its_folder(tmp_path: Path) -> None:
+def test_a_run_that_never_began_does_not_keep_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = write_run(tmp_path, out=False)
     for more, code in (["--set", "data.source=gone.txt"], 2), ([], 0):
-        process = command(tmp_path, "train", file, *more)
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == code, err
+        done = here("train", file, *more)
+        assert done.exit_code == code, done.output
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
 
 
@@ -93,18 +101,15 @@ def test_output_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
-@pytest.mark.ranks
-def test_data_takes_a_plan_and_shows_the_same(tmp_path: Path) -> None:
+def test_data_takes_a_plan_and_shows_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = write_run(tmp_path, out=True)
-    shown = [
-        command(tmp_path, "data", file, "--steps", "0:2", *more).communicate(timeout=60)[0]
-        for more in ([], ["--parallel", "dp=4 zero=3"])
-    ]
+    shown = [here("data", file, "--steps", "0:2", *more).stdout for more in ([], ["--parallel", "dp=4 zero=3"])]
     assert shown[0] == shown[1]
-    assert shown[0].count(b"\n") == 16
-    far = command(tmp_path, "data", file, "--steps", f"{10**20}:{10**21}")
-    assert b"--steps is" in far.communicate(timeout=60)[1]
-    assert far.returncode == 2
+    assert shown[0].count("\n") == 16
+    far = here("data", file, "--steps", f"{10**20}:{10**21}")
+    assert "--steps is" in far.stderr
+    assert far.exit_code == 2
 
 
 @pytest.mark.ranks
@@ -121,51 +126,54 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_the_run_folder_records_its_data(tmp_path: Path) -> None:
+def test_the_run_folder_records_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     file = write_run(tmp_path, out=True)
     with (tmp_path / "text.jsonl").open("a") as text:
         text.write("not json\n")
-    process = command(tmp_path, "train", file, "--set", "data.skip_bad_lines=true")
-    assert process.wait(90) == 0, process.communicate()
-    process.communicate()
+    done = here("train", file, "--set", "data.skip_bad_lines=true")
+    assert done.exit_code == 0, done.output
     kept = json.loads((tmp_path / "run" / "data.json").read_text())
     assert [Path(name).name for name in kept["files"]] == ["text.jsonl"]
     assert len(kept["skipped"]) == 1
     assert "not JSON" in kept["skipped"][0]
-    changed = command(tmp_path, "train", file, "--set", "data.skip_bad_lines=true", "--resume", "auto",
-                      "--set", "train.steps=5", "--set", "data.documents=joined")  # fmt: skip
-    _, err = changed.communicate(timeout=90)
-    assert changed.returncode == 2
-    assert b"documents (separate, now joined)" in err
+    changed = here("train", file, "--set", "data.skip_bad_lines=true", "--resume", "auto",
+                   "--set", "train.steps=5", "--set", "data.documents=joined")  # fmt: skip
+    assert changed.exit_code == 2
+    assert "documents (separate, now joined)" in changed.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     file = write_run(tmp_path, out=True)
-    process = command(tmp_path, "train", file, "--set", "run.out=file/run")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 7
-    assert err.decode().startswith("interlace: cannot write to file/run (Not a directory); choose another folder")
+    refused = here("train", file, "--set", "run.out=file/run")
+    assert refused.exit_code == 7
+    assert refused.stderr.startswith("interlace: cannot write to file/run (Not a directory); choose another folder")
 
 
 @pytest.mark.ranks
-def test_resume_auto_goes_on_in_the_newest_of_the_unnamed_folders(tmp_path: Path) -> None:
+def test_resume_auto_goes_on_in_the_newest_of_the_unnamed_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     file = write_run(tmp_path, out=False)
     for more in ([], [], ["--resume", "auto", "--set", "train.steps=5"]):
-        process = command(tmp_path, "train", file, *more)
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == 0, err
-    assert b"going on in runs/demo-2" in err
+        done = here("train", file, *more)
+        assert done.exit_code == 0, done.output
+    assert "going on in runs/demo-2" in done.stderr
     kept = (tmp_path / "runs" / "demo-2" / "checkpoints").glob("step*")
     assert sorted(path.name for path in kept) == ["step-3", "step-5"]
-    back = command(tmp_path, "train", file, "--resume", "auto", "--set", "train.steps=2")
-    _, err = back.communicate(timeout=90)
-    assert back.returncode == 2
-    assert b"has made 5 steps already, and the run asks for 2; ask for more, as with --set train.steps=10" in err
+    back = here("train", file, "--resume", "auto", "--set", "train.steps=2")
+    assert back.exit_code == 2
+    assert "has made 5 steps already, and the run asks for 2; ask for more, as with --set train.steps=10" in back.stderr
 
 
 @pytest.mark.ranks
-def test_a_folder_that_names_weights_must_have_them(tmp_path: Path) -> None:
+def test_a_folder_that_names_weights_must_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / "hf"
     folder.mkdir()
     sizes = {"model_type": "llama", "vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1,
@@ -181,9 +189,8 @@ def test_a_folder_that_names_weights_must_have_them(tmp_path: Path) -> None:
     ):
         if name:
             (folder / name).write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
-        process = command(tmp_path, "train", "run.toml", "--set", f"run.out={tmp_path / (name or 'plain')}")
-        _, err = process.communicate(timeout=90)
-        assert process.returncode == code, err
-        assert said in err.decode()
+        done = here("train", "run.toml", "--set", f"run.out={tmp_path / (name or 'plain')}")
+        assert done.exit_code == code, done.output
+        assert said in done.stderr + capfd.readouterr().err  # of the command, of a rank
         if name:
             (folder / name).unlink()

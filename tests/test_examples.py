@@ -15,17 +15,24 @@ from interlace.config import load, loads
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(*command: str, timeout: float = 100) -> str:
+def run(*commands: tuple[str, ...]) -> list[str]:
+    """What each prints; they run at once."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    pipe, said = subprocess.PIPE, []
+    started = [
+        subprocess.Popen([sys.executable, *command], stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT)
+        for command in commands
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        said.append(out)
+    return said
 
 
 def test_layouts() -> None:
-    lines = run("examples/layouts.py").splitlines()
+    (said,) = run(("examples/layouts.py",))
+    lines = said.splitlines()
     assert lines[0] == "rank 0 of tp=2 dp=3: shape (3, 5), ranges (((0, 3),), ((0, 5),))"
     assert lines[-1].startswith('"B/dp T" to "B T/dp": all_to_all over dp')
 
@@ -33,8 +40,8 @@ def test_layouts() -> None:
 @pytest.mark.ranks
 def test_own_module_learns_alone_and_under_torchrun() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for command in (("examples/own_module.py",), (*launcher, "examples/own_module.py")):
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", run(*command))]
+    for said in run(("examples/own_module.py",), (*launcher, "examples/own_module.py")):
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
         assert len(losses) == 4
         assert losses[-1] < losses[0]
 
@@ -44,8 +51,8 @@ def test_own_module_learns_alone_and_under_torchrun() -> None:
 def test_a_module_split_by_roles_trains_as_alone(name: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     alone, split = (
-        [[float(n) for n in re.findall(r"[\d.]+", line)] for line in run(*command).splitlines()]
-        for command in ((f"examples/{name}.py",), (*launcher, f"examples/{name}.py"))
+        [[float(n) for n in re.findall(r"[\d.]+", line)] for line in said.splitlines()]
+        for said in run((f"examples/{name}.py",), (*launcher, f"examples/{name}.py"))
     )
     assert len(alone) == 5
     for row, expected in zip(split, alone, strict=True):
@@ -55,7 +62,7 @@ def test_a_module_split_by_roles_trains_as_alone(name: str) -> None:
 @pytest.mark.ranks
 def test_run_file(tmp_path: Path) -> None:
     settings = ("--set", f"run.out={tmp_path / 'own'}", "--set", "train.steps=2")
-    run("-m", "interlace", "train", "examples/run.toml", *settings)
+    run(("-m", "interlace", "train", "examples/run.toml", *settings))
     assert (tmp_path / "own" / "checkpoints" / "step-2" / "manifest.json").exists()
 
 
@@ -68,6 +75,7 @@ def test_run_files_of_the_documents_load() -> None:
 def test_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`interlace ([a-z]+)", text))
-    known = set(re.findall(r"^  (\w+) ", run("-m", "interlace", "--help"), re.M))
+    (said,) = run(("-m", "interlace", "--help"))
+    known = set(re.findall(r"^  (\w+) ", said, re.M))
     assert named
     assert named <= known

@@ -10,6 +10,7 @@ the other sections; what the run file or an override says wins, key by key.
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -169,6 +170,31 @@ class ModelSection(Section):
         dims = dict(table)
         return cls(preset=dims.pop("preset", ""), from_=dims.pop("from", ""), dims=dims)
 
+    @functools.cached_property
+    def resolved(self) -> ModelConfig:
+        """The preset or Hugging Face folder, then `dims` on top.
+
+        Without either, num_kv_heads defaults to num_heads and head_dim to hidden_size / num_heads.
+        """
+        dims: dict[str, Any] = {}
+        if self.preset:
+            dims = dict(preset(self.preset)["model"])
+        elif self.from_:
+            read = hf_config.read(self.from_)
+            dims = {name: getattr(read, name) for name in rules(ModelConfig)}
+        dims |= self.dims
+        if not self.preset and not self.from_:
+            if "num_heads" in dims:
+                dims.setdefault("num_kv_heads", dims["num_heads"])
+            if "hidden_size" in dims and "num_heads" in dims and dims["hidden_size"] % dims["num_heads"] == 0:
+                dims.setdefault("head_dim", dims["hidden_size"] // dims["num_heads"])
+            if not dims:
+                raise ConfigError(
+                    "[model] is empty: give preset = NAME, from = FOLDER or dimensions; "
+                    f"presets are {', '.join(preset_names())}"
+                )
+        return ModelConfig.of(dims)
+
 
 @dataclass(frozen=True)
 class DataSection(Section):
@@ -261,28 +287,8 @@ class Config:
     run: RunSection = field(default_factory=RunSection)
 
     def model_config(self) -> ModelConfig:
-        """The resolved dimensions: preset or Hugging Face folder, then `[model]` on top.
-
-        Without either, num_kv_heads defaults to num_heads and head_dim to hidden_size / num_heads.
-        """
-        dims: dict[str, Any] = {}
-        if self.model.preset:
-            dims = dict(preset(self.model.preset)["model"])
-        elif self.model.from_:
-            read = hf_config.read(self.model.from_)
-            dims = {name: getattr(read, name) for name in rules(ModelConfig)}
-        dims |= self.model.dims
-        if not self.model.preset and not self.model.from_:
-            if "num_heads" in dims:
-                dims.setdefault("num_kv_heads", dims["num_heads"])
-            if "hidden_size" in dims and "num_heads" in dims and dims["hidden_size"] % dims["num_heads"] == 0:
-                dims.setdefault("head_dim", dims["hidden_size"] // dims["num_heads"])
-            if not dims:
-                raise ConfigError(
-                    "[model] is empty: give preset = NAME, from = FOLDER or dimensions; "
-                    f"presets are {', '.join(preset_names())}"
-                )
-        return ModelConfig.of(dims)
+        """The resolved dimensions."""
+        return self.model.resolved
 
     def to_toml(self) -> str:
         """The whole run file, every key as used: `loads(cfg.to_toml()) == cfg`."""

@@ -86,6 +86,17 @@ def _read_rules(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
+@functools.cache
+def _plain(cls: type) -> tuple[tuple[str, Any, Any, Range | OneOf | None], ...]:
+    """(name, type with its rule, type, rule) of every field; object where more than type and rule must be looked at."""
+    made = []
+    for name, hint in _read_rules(cls).items():
+        bare, rule, _ = _parts(hint)
+        simple = bare in (int, bool) or (bare is str and not isinstance(rule, Range))
+        made.append((name, hint, bare if simple else object, rule))
+    return tuple(made)
+
+
 def _parts(hint: Any) -> tuple[Any, Range | OneOf | None, bool]:
     """(bare type, rule, may be None) of an annotation."""
     optional = False
@@ -174,8 +185,12 @@ class Section:
     _error: ClassVar[type[ConfigError]] = ConfigError
 
     def __post_init__(self) -> None:
-        for name, hint in rules(type(self)).items():
-            value = checked(getattr(self, name), hint, f"{self._place}.{name}".lstrip("."), self._error)
+        own: Any = type(self)
+        for name, hint, kind, rule in _plain(own):
+            value = getattr(self, name)
+            if type(value) is kind and (rule is None or rule.holds(value)):
+                continue  # the usual case: a search for a plan makes tens of thousands
+            value = checked(value, hint, f"{self._place}.{name}".lstrip("."), self._error)
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -174,15 +174,6 @@ def test_loss_and_norm_are_those_of_every_split_and_checkpoints_pass_between_the
                 assert [row[key] for row in runs.metrics(cfg)] == pytest.approx(expected[2:], rel=1e-5), (cfg.plan, key)
 
 
-def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    overrides = ["model.num_layers=1", "train.steps=2"]
-    traced = runs.config(tmp_path, "cp=2", [*overrides, "train.compile=true"], out="traced")
-    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [{"config": traced.to_toml(), "resume": ""}]}, 110.0)
-    loop.run(runs.alone(), plain.to_toml(), "")
-    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("plan", "overrides", "reason", "near"),
     [
@@ -210,6 +201,9 @@ def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     narrow = runs.config(tmp_path, "cp=8", [*long, "model.num_kv_heads=16", "model.sliding_window=16"])
     odd = runs.config(tmp_path, "cp=6", [*long, "model.num_kv_heads=16"])
     assert [context.choose(c, c.plan) for c in (few, many, narrow, odd)] == ["ring", "ulysses", "ring", "ring"]
+    for recompute, best in (("none", "ring"), ("selective", "ulysses"), ("full", "ring")):  # what is sent again
+        close = runs.config(tmp_path, f"cp=4 recompute={recompute}", [*long, "model.num_kv_heads=4"])
+        assert context.choose(close, close.plan) == best, recompute
 
 
 def test_plans_drawn_at_random_split_sequences_too(tmp_path: Path) -> None:

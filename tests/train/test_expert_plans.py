@@ -131,25 +131,6 @@ def test_checkpoints_pass_between_every_split_of_experts(run_ranks: Run, tmp_pat
     assert any("ep" in row["waited"] for row in runs.metrics(cfgs[1])), "waits for rows are told by their axis"
 
 
-def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = [*SMALL, *SHARED, *ROOM, "model.num_layers=1", "train.steps=2"]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
-    plans = ("dp=2 ep=2 recompute=full expert_halves=on", "dp=2 ep=2 overlap=fused")
-    traced = [
-        runs.config(tmp_path, plan, [*overrides, "train.compile=true"], out=f"traced-{at}")
-        for at, plan in enumerate(plans)
-    ]
-    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
-    jobs = [{"config": cfg.to_toml(), "resume": ""} for cfg in traced]
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": jobs}, 110.0)
-    loop.run(runs.alone(), plain.to_toml(), "")
-    for cfg in traced:
-        for row, other in zip(runs.metrics(cfg), runs.metrics(plain), strict=True):
-            for key in ("loss", "grad_norm", "busiest", "idle", "dropped"):
-                assert row[key] == pytest.approx(other[key], rel=1e-5), (cfg.plan, key)
-        assert row["dropped"] > 0
-
-
 def test_bytes_of_weights_and_gradients_in_bf16(run_ranks: Run, tmp_path: Path) -> None:
     """Along the data axis experts travel among those that hold the same; a group of one sends nothing."""
     plans = [f"dp=4 ep={ep} zero={zero} {passes}" for ep, zero, passes in [

@@ -68,16 +68,6 @@ def test_every_element_counts_once_in_the_norm(run_ranks: Run, tmp_path: Path) -
             assert largest == pytest.approx(0.5, rel=1e-5)
 
 
-def test_traced_blocks_give_the_same_losses(run_ranks: Run, tmp_path: Path) -> None:
-    """Blocks are traced as for the compiler, transfers stay outside; without its slow back end."""
-    overrides = ["model.num_layers=1", "train.steps=2"]
-    traced = runs.config(tmp_path, "tp=2", [*overrides, "train.compile=true"], out="traced")
-    plain = runs.config(tmp_path, "dp=1", overrides, out="plain")
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": [job(traced)]}, 110.0)
-    loop.run(runs.alone(), **job(plain))
-    assert runs.losses(traced) == pytest.approx(runs.losses(plain), rel=1e-5)
-
-
 def test_plans_drawn_at_random_are_valid_and_repeat(tmp_path: Path) -> None:
     cfg = runs.config(tmp_path)
     axes = ("dp", "shard", "tp")

@@ -125,13 +125,18 @@ def choose(config: Config, plan: ParallelPlan) -> str:
     """
     if plan.exchange != "auto":
         return plan.exchange
-    cfg = config.model_config()
-    known = EXCHANGES if splits_heads(*local_heads(cfg, plan.tp), plan.cp) else EXCHANGES[:2]
     itemsize = 2 if config.train.precision == "bf16" else 4
+    return _cheapest(config.model_config(), plan.tp, plan.cp, plan.recompute, config.data.sequence_length, itemsize)
+
+
+@lru_cache(maxsize=1024)  # a search for the nearest plan asks for few of these very often
+def _cheapest(cfg: ModelConfig, tp: int, cp: int, recompute: str, length: int, itemsize: int) -> str:
+    known = EXCHANGES if splits_heads(*local_heads(cfg, tp), cp) else EXCHANGES[:2]
+    plan = ParallelPlan(tp=tp, cp=cp, recompute=recompute)
 
     def busiest(exchange: str) -> int:
-        forced = replace(config, plan=replace(plan, exchange=exchange))
-        return max(sum(sent(forced, rank, [1], [None], itemsize).values()) for rank in range(plan.cp))
+        ranks = (_sent(cfg, plan, exchange, length, rank, [1], [None], itemsize, [units(cfg)]) for rank in range(cp))
+        return max(sum(found.values()) for found in ranks)
 
     return min(known, key=busiest)
 
@@ -151,10 +156,24 @@ def sent(
     itemsize: bytes of an element of q, k, v.
     """
     cfg, plan = config.model_config(), config.plan
-    exchange, length, ways = choose(config, plan), config.data.sequence_length, plan.cp
-    again = 1 if plan.recompute == "none" else 2
+    exchange, length = choose(config, plan), config.data.sequence_length
+    return _sent(cfg, plan, exchange, length, rank, micro_batches, documents, itemsize, stages_here or [units(cfg)])
+
+
+def _sent(
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    exchange: str,
+    length: int,
+    rank: int,
+    micro_batches: Sequence[int],
+    documents: Sequence[Documents | None],
+    itemsize: int,
+    stages_here: Sequence[Sequence[str]],
+) -> Counter[str]:
+    ways, again = plan.cp, 1 if plan.recompute == "none" else 2
     found: Counter[str] = Counter()
-    own = [[int(name[7:]) for name in part if name.startswith("blocks.")] for part in stages_here or [units(cfg)]]
+    own = [[int(name[7:]) for name in part if name.startswith("blocks.")] for part in stages_here]
     layers = [layer for part in own for layer in part]
     routers = sum(cfg.has_experts(layer) for layer in layers)
     routed = sum(any(cfg.has_experts(layer) for layer in part) for part in own)  # stages

@@ -104,8 +104,10 @@ def install() -> None:
         patch, everywhere = interpreter._patch_lang, _everywhere()
         interpreter._patch_lang = lambda function: patch(everywhere)
         JITFunction.__call__ = call
-        interpreter._patch_lang_tensor = shortcuts.scalars_as_bounds(interpreter._patch_lang_tensor)
         interpreter.InterpretedFunction.__call__ = call_inside
+        shortcuts.take()  # and never given back
+        builder = interpreter.interpreter_builder
+        vars(builder).update(shortcuts.operations(), options=replace(builder.options, sanitize_overflow=False))
 
 
 def _everywhere() -> Any:
