@@ -54,10 +54,10 @@ def step(name: str, limit: float, rest: str, script: str, **more: str) -> Row:
 
 MEGATRON = {"needs": "megatron", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 ROWS = (
+    tests("tests-axes", 2, 300, "tests/parallel tests/train tests/models"),
     tests("tests-transfers", 2, 150, "tests/collectives tests/symmetric"),
     tests("tests-kernels", 2, 500, "tests/kernels"),
     tests("tests-fused", 2, 150, "tests/test_fused_benchmarks.py tests/test_tune_command.py"),
-    tests("tests-axes", 2, 300, "tests/parallel tests/train tests/models"),
     Row("verify-tensor", 2, 60, f'{ONE} -m interlace verify --device cuda --parallel "tp=2" --steps 2'),
     Row("symmetric", 2, 90, f"{TWO} benchmarks/symmetric.py --out {{out}}"),
     Row("gemm-core", 1, 240, f"{ONE} benchmarks/gemm_core.py --search --budget 200 --out {{out}}"),
