@@ -69,5 +69,5 @@ def test_rows_run_within_their_limits_and_go_on_later(
 
 def test_an_unknown_row_is_named(gpus: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["gpus.py", "--folder", str(tmp_path), "--only", "contexts"])
-    with pytest.raises(SystemExit, match="no row is called contexts; there are tests-transfers, "):
+    with pytest.raises(SystemExit, match="no row is called contexts; there are tests-axes, "):
         gpus.main()

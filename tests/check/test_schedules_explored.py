@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,10 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(FOLDER)
     import schedules_explored
 
+    for name in schedules_explored.ENVIRONMENT:  # as before afterwards: what later tests import must not be interpreted
+        before = os.environ.get(name)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name) if before is None else monkeypatch.setenv(name, before)
     return schedules_explored
 
 
@@ -85,8 +90,6 @@ def test_only_seeds_that_no_line_has_are_left(runner: ModuleType) -> None:
 def test_workers_write_lines_and_another_call_goes_on(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in runner.ENVIRONMENT:
-        monkeypatch.setenv(name, "1")  # put back afterwards
     out = tmp_path / "lines.jsonl"
     first = runner.explore_piece(
         runner.Piece(runner.Cell("example ping_pong", 2), 0, 2), runner.rows()["example ping_pong"]

@@ -21,8 +21,13 @@ tensor, semantic, constexpr = tl.core.tensor, interpreter.TritonSemantic, tl.cor
 
 
 def take() -> Any:
-    """Puts the shortcuts in place; the result's `restore()` takes them away."""
+    """Puts the shortcuts in place; the result's `restore()` takes them away.
+
+    They are there once: what they look up is compared by identity, and two sets of it would not be alike.
+    """
     scope = interpreter._LangPatchScope()
+    if hasattr(tl.core.block_type.__init__, "is_shortcut"):
+        return scope
     constants, constant = _constants()
     for owner, name, member in (*_types(), *constants, *_arithmetic(constant), *_calls()):
         scope.set_attr(owner, name, member)
@@ -111,6 +116,7 @@ def _types() -> Patches:
         self.element_ty = element
         self.shape, self.numel, self.name = found
 
+    initialise_block.is_shortcut = True  # type: ignore[attr-defined]
     return [
         (interpreter, "_get_np_dtype", cached_np_dtype),
         (tensor, "__init__", initialise),
