@@ -5,7 +5,8 @@
     both = log(exp(logs) + exp(their_logs))
     out, logs = out * exp(logs - both) + other * exp(their_logs - both), both        0 and -inf where neither saw a key
 
-whatever the type of `other`.  The plain composition is nine launches and moves four times the bytes.
+whatever the type of `other`.  The plain composition (`parallel.blocks.merge`) is a dozen launches and
+several passes.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ cross tp times that way, but each group of ep is by itself and no count has to a
 
 Quicker because a shared expert, where the model has one, runs while rows are on their way, and because the bytes of one
 half may travel while the other half is multiplied (`halves`), in backward too: an `Exchange` is started and waited for
-at different places.  `kernels.expert_exchange` does better where it runs, and is taken if it is asked for
+at different places.  `kernels.expert_exchange` needs no host in between where it runs, and is taken if asked for
 (`overlap="fused"`): peers write rows into each other's memory, and products start as their rows come.
 
 On CUDA the library's all-to-all takes its sizes from the host, so `exchange` waits there for the numbers of rows, once
