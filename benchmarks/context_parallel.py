@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import os
 import statistics
 import sys
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interlace.collectives import Group, Meter, make_groups
 from interlace.collectives.handle import between, now
+from interlace.kernels.measure import SLACK, stand_still
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.layers import Context
@@ -100,13 +102,20 @@ def alone(whole: Pattern, tensors: list[Tensor], backend: SDPBackend | None) -> 
 
 
 def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, tuple[float, float]]:
-    """Seconds of each: the median round of the rank that takes longest, and what the host took to enqueue it."""
+    """Seconds of each: the median round of the rank that takes longest, and what the host took to enqueue it.
+
+    The device stands still until the host is done with that, as it is in a step whose other layers come before.
+    """
     device, times = group.device, {name: list[tuple[float, float]]() for name in runs}
+    ahead = dict.fromkeys(runs, 0.0)
+    gc.collect()
+    gc.freeze()
     for number in range(rounds + 2):
         for name, run in runs.items():
             dist.barrier()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+                stand_still(ahead[name], device)
             began, clock = now(device), time.perf_counter()
             run()
             enqueued = time.perf_counter() - clock
@@ -116,6 +125,7 @@ def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, tuple[fl
             taken = between(began, ended) if device.type == "cuda" else time.perf_counter() - clock
             slowest = torch.tensor([taken, enqueued], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            ahead[name] = 1.5 * float(slowest[1]) + SLACK
             if number >= 2:
                 times[name].append((float(slowest[0]), float(slowest[1])))
     first, second = ({name: statistics.median(v[i] for v in values) for name, values in times.items()} for i in (0, 1))

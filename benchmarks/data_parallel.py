@@ -156,7 +156,9 @@ def reference(cfg: ModelConfig, batches: list[Batch], device: torch.device) -> t
 
 
 def timed(variant: Variant, batch: Batch, steps: int, device: torch.device) -> float:
-    """ms a step, the slowest rank's."""
+    """ms a step, the slowest rank's, without the garbage collector's pauses, as in `interlace train`."""
+    gc.collect()
+    gc.freeze()
     wait(device)
     dist.barrier()
     others = allocated(device) - variant.resident

@@ -186,11 +186,11 @@ def measure_size(share: str, world: World, groups: Groups, given: dict[str, Any]
             for _ in range(3):
                 layers[name].step(x, grad)
         calls[name] = lambda layer=layers[name]: layer.step(x, grad)  # type: ignore[misc]
-    samples = measure.interleaved(calls, group, given["rounds"])
+    samples, hosts = measure.interleaved(calls, group, given["rounds"])
     return {
         "key": f"70b layer {share} {length} x {world.size} ranks", "size": share, "length": length,
         "samples": {name: [round(1e6 * value, 2) for value in values] for name, values in samples.items()},
-        "errors": errors, "wrong": wrong, "table": tune.identity(world.device),
+        "hosts": {name: round(1e6 * value, 1) for name, value in hosts.items()}, "errors": errors, "wrong": wrong, "table": tune.identity(world.device),
     }  # fmt: skip
 
 
@@ -224,11 +224,17 @@ def report(record: dict[str, Any]) -> list[str]:
                 word = "FAIL" if low > SLOWER else "pass"
                 lines.append(f"- {word}: {name} takes {middle:.3f} of {other} ({low:.3f} to {high:.3f})")
     lines += [f"- WRONG: {name}: {why}" for name, why in record["wrong"].items()]
-    lines += ["", "| variant | us | lowest | highest | serial / it | error |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| variant | us | lowest | highest | host us | serial / it | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, middle in medians.items():
         gain = f"{medians['serial'] / middle:.3f}" if "serial" in medians else "-"
         low, high = min(samples[name]), max(samples[name])
-        lines.append(f"| {name} | {middle:.1f} | {low:.1f} | {high:.1f} | {gain} | {record['errors'][name]:.1e} |")
+        lines.append(
+            f"| {name} | {middle:.1f} | {low:.1f} | {high:.1f} | {record['hosts'][name]:.0f} | {gain} | {record['errors'][name]:.1e} |"
+        )
     return [*lines, ""]
 
 

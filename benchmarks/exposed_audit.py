@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import gc
 import os
 import statistics
 import sys
@@ -81,6 +82,8 @@ def variant(form: str, zero: str, cfg: ModelConfig, groups: Groups, device: torc
 
 def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> tuple[float, float, float]:
     """ms a step of this rank, ms that it says it waited, and ms its compute stream stood, for its own work too."""
+    gc.collect()
+    gc.freeze()
     wait(device)
     dist.barrier()
     meter.cut()
@@ -95,7 +98,7 @@ def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.dev
     for record in records:
         if record is not None:
             waited += sum(record.waited().values())
-            stood += sum(between(since, until) for *_, since, until in record.stalls)
+            stood += sum(max(0.0, between(since, until)) for *_, since, until in record.stalls)
     return 1e3 * between(begin, end) / steps, 1e3 * waited / steps, 1e3 * stood / steps
 
 

@@ -110,7 +110,7 @@ def copy_rate(group: Group) -> float:
     size = 1 << 28 if group.device.type == "cuda" else 1 << 20
     (window,) = make_windows(group, [size])
     source, target = window.peers[(group.rank + 1) % group.size], torch.empty_like(window.own)
-    samples = measure.interleaved({"copy": lambda: target.copy_(source)}, group, 5)["copy"]
+    samples = measure.interleaved({"copy": lambda: target.copy_(source)}, group, 5)[0]["copy"]
     return size / statistics.median(samples)
 
 
@@ -204,7 +204,7 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
         calls, batch, uncaught = in_graphs(calls, group)
         wrong |= {name[4:]: why for name, why in uncaught.items() if name not in calls}
         missing |= {f"{name} in a graph": why for name, why in uncaught.items() if name in calls}
-    samples = measure.interleaved(calls, group, _rounds(setup, calls, group), batch)
+    samples, hosts = measure.interleaved(calls, group, _rounds(setup, calls, group), batch)
     samples, options = best_variants(samples, own)
     even = {name[4:]: statistics.median(v[::2]) for name, v in samples.items() if name.startswith("own ")}
     chosen, source = (choice.name, choice.source) if choice is not None else (tune.quickest(even), "picked")
@@ -217,6 +217,7 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
         "key": row.key, "op": row.op, "M": row.M, "N": row.N, "K": row.K, "dtype": dtype, "world": group.size,
         "kind": row.kind, "names": list(row.names), "graph": graph, "wire": round(1e6 * wire, 3),
         "samples": {name: [round(1e6 * value, 3) for value in values] for name, values in samples.items()},
+        "hosts": {name: round(1e6 * value, 1) for name, value in hosts.items()},
         "options": options, "wrong": {**wrong, **unlike}, "refused": refused, "missing": missing, "chosen": chosen,
         "source": source, "rate": setup.rate, "table": setup.found.digest,
     }  # fmt: skip
@@ -303,7 +304,7 @@ def _sets(problem: Problem, group: Group) -> int:
 
 def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group) -> int:
     """As asked, fewer for long calls; even, so that both halves are alike."""
-    one = measure.worst([measure.sample(calls["gemm"], 1, group)], group)
+    one = measure.worst([measure.sample(calls["gemm"], 1, group).device], group)
     fits = int(LONG / max(one * len(calls), 1e-9))
     return 2 * max((FEWEST + 1) // 2, min(setup.rounds, fits) // 2) if setup.rounds > FEWEST else setup.rounds
 

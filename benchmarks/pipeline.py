@@ -164,6 +164,8 @@ def timed(variant: Ours | Theirs, world: World, rounds: int) -> tuple[list[float
     """Seconds of the rounds, peak GiB of the slowest memory, and the bubbles of the last round of ours."""
     cuda = world.device.type == "cuda"
     seconds, bubble = [], None
+    gc.collect()
+    gc.freeze()  # collections would pause one rank, and the others would wait for it
     for number in range(rounds + 1):
         variant.cut.decoder.zero_grad(set_to_none=True)
         if cuda:
@@ -179,6 +181,7 @@ def timed(variant: Ours | Theirs, world: World, rounds: int) -> tuple[list[float
         world.barrier("end of the round")
         if number:
             seconds.append(time.perf_counter() - begin)
+    gc.unfreeze()
     if isinstance(variant, Ours):
         bubble = variant.bubble(seconds[-1])
     return seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0, bubble

@@ -206,6 +206,7 @@ def main() -> None:
 
 
 def _free(device: torch.device) -> None:
+    gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -47,9 +47,10 @@ def table() -> dict[str, Part]:
     add(0, "plan report", ground)
     # Floor 1: numbers, memory, text.
     add(1, "random", ground, "torch triton")
-    add(1, "symmetric", f"{ground} random", "torch triton numpy")
+    add(1, "streams", "", "torch")
+    add(1, "symmetric", f"{ground} random streams", "torch triton numpy")
     add(1, "tokenizer", "errors", "tokenizers")
-    first = f"{ground} random symmetric"
+    first = f"{ground} random streams symmetric"
     # Floor 2: transfers and files.
     add(2, "failure", first, "torch")
     add(2, "world", f"{first} failure", "torch")

@@ -196,7 +196,10 @@ def report(records: Sequence[Record]) -> Iterator[str]:
     yield ""
     yield from machines
     yield ""
-    yield "Medians in us of the slowest rank, interleaved; [95 % interval]; E = 1 - (t - gemm) / (plain - gemm)."
+    yield (
+        "Medians in us of the slowest rank, interleaved, the host ahead of the device; [95 % interval]; "
+        "E = 1 - (t - gemm) / (plain - gemm); host: what a call of the chosen one / of the plain one takes of the host."
+    )
     yield ""
     for verdict in verdicts(records):
         yield f"- {verdict.word}: {verdict.text} ({verdict.rows} rows)"
@@ -220,6 +223,7 @@ def report(records: Sequence[Record]) -> Iterator[str]:
         "t",
         "E",
         "limit/t",
+        "host",
     ]
     yield ""
     yield f"| {' | '.join(heads)} |"
@@ -243,3 +247,5 @@ def _cells(row: Figures, own: Sequence[str]) -> Iterator[str]:
     yield f"{row.time:.1f} [{low:.1f} {high:.1f}]"
     yield f"{row.hidden:.3f}" if row.plain > row.gemm else "-"
     yield f"{row.limit / row.time:.3f}"
+    hosts = record.get("hosts", {})
+    yield " / ".join(f"{hosts[name]:.0f}" if name in hosts else "-" for name in (row.chosen, row.plain_name))

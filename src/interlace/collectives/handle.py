@@ -23,9 +23,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from interlace.events import BESIDE, Event
+from interlace.streams import On, current
 
 T = TypeVar("T")
 
+DEFAULT = 0  # what CUDA calls its default stream
 FOLDED = {"shard": "dp", "replica": "dp", "edp": "dp"}  # parts of an axis, on its stream
 
 # A moment: seconds on this host's monotonic clock, or a CUDA event that will say when the stream came past.
@@ -97,7 +99,7 @@ class Meter:
         if not self.record:
             yield
             return
-        on_side = device.type == "cuda" and torch.cuda.current_stream(device) != torch.cuda.default_stream(device)
+        on_side = device.type == "cuda" and current(device).cuda_stream != DEFAULT
         begin = now(device)
         yield
         self._work.append(("side stream" if on_side else "compute", kind, name, begin, now(device)))
@@ -159,7 +161,8 @@ class Record:
         for spans in moving.values():
             spans.sort()
         for axis, name, stood, moved in self.stalls:
-            at, until = between(origin, stood), between(origin, moved)
+            at = between(origin, stood)
+            until = max(at, between(origin, moved))  # it may have come before it was waited for
             for begin, end in moving.get(FOLDED.get(axis, axis), []):
                 begin, end = max(begin, at), min(end, until)
                 if begin < end:
@@ -230,31 +233,34 @@ def start(
         return Handle(wait_on_host)
 
     timed = meter.record
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
+    began: Moment = 0.0
+    ended: Moment = 0.0
+    with On(stream) as compute:
+        in_order = compute == stream
+        if not in_order:
+            stream.wait_stream(compute)
         if prepare is not None:
             prepare()
-        began = _mark(stream) if timed else 0.0
+        if timed:
+            began = _mark(stream)
         for work in launch():
             work.wait()  # the side stream waits, the host goes on
-        ended = _mark(stream) if timed else 0.0
+        if timed:
+            ended = _mark(stream)
         result = finish()
-        ready = stream.record_event()
+        ready = _mark(stream, timed)
     meter.transferred(axis, name, began, ended, nbytes)
-    in_order = stream == torch.cuda.current_stream(stream.device)
     keep = (prepare, launch, finish)  # a tensor that only `prepare` reads may not have been read yet either
 
     def wait_on_stream() -> T:
         nonlocal keep
-        compute = torch.cuda.current_stream(stream.device)  # not always the one that the transfer was started from
-        if in_order and compute == stream:  # nothing else ran meanwhile
+        waiting = current(stream.device)  # not always the one that the transfer began on
+        if in_order and waiting == stream:  # nothing else ran meanwhile
             meter.stalled(axis, name, began, ended)
-        elif timed:
-            stood = _mark(compute)
-            compute.wait_event(ready)
-            meter.stalled(axis, name, stood, _mark(compute))
         else:
-            compute.wait_event(ready)
+            if timed:
+                meter.stalled(axis, name, _mark(waiting), ready)
+            waiting.wait_event(ready)
         del keep
         return result
 
@@ -273,11 +279,11 @@ def _named(axis: str, name: str) -> Iterator[None]:
 
 def now(device: torch.device) -> Moment:
     """This moment on the compute stream of `device`, or on the host's clock."""
-    return _mark(torch.cuda.current_stream(device)) if device.type == "cuda" else time.perf_counter()
+    return _mark(current(device)) if device.type == "cuda" else time.perf_counter()
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+def _mark(stream: torch.cuda.Stream, timed: bool = True) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)
     event.record(stream)
     return event
 

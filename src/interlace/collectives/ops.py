@@ -75,8 +75,9 @@ def all_gather(
         given = shard
         if aliased and group.stream is None:  # gloo reads and writes the buffers at the same time
             given = shard.clone()
-        work = _all_gather_single(_bytes(result), _bytes(given), group=process_group, async_op=True)
-        return [work] if work is not None else []
+        return _under_way(
+            _all_gather_single(_bytes(result), _bytes(given), group=process_group, async_op=_is_async(group))
+        )
 
     return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, lambda: result)
 
@@ -116,8 +117,7 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = 
     group.meter.count("broadcast", group.axis, nbytes)
 
     def launch() -> Sequence[Work]:
-        work = dist.broadcast(_bytes(flat), source, group=process_group, async_op=True)
-        return [work] if work is not None else []
+        return _under_way(dist.broadcast(_bytes(flat), source, group=process_group, async_op=_is_async(group)))
 
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: tensor)
 
@@ -156,8 +156,10 @@ def exchange_parts(
             parts[own].copy_(window.own[own * size : (own + 1) * size])
         return window.exchange([(parts[peer], peer, own * size) for peer in range(group.size) if peer != own])
     into, out = ([n * flat.element_size() for n in sizes or ()] or None for sizes in (receive_sizes, send_sizes))
-    work = dist.all_to_all_single(_bytes(received), _bytes(flat), into, out, group=group.process_group, async_op=True)
-    return [work] if work is not None else []
+    given, is_async = _bytes(flat), _is_async(group)
+    return _under_way(
+        dist.all_to_all_single(_bytes(received), given, into, out, group=group.process_group, async_op=is_async)
+    )
 
 
 def _send_to_all(group: Group, shard: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[dist.Work]:
@@ -169,6 +171,19 @@ def _send_to_all(group: Group, shard: torch.Tensor, parts: Sequence[torch.Tensor
         if peer != group.rank and parts[peer].numel():
             operations.append(dist.P2POp(dist.irecv, _bytes(parts[peer]), rank, group.process_group))
     return list(dist.batch_isend_irecv(operations)) if operations else []
+
+
+def _is_async(group: Group) -> bool:
+    """Whether the library is to run it on a stream, or in threads, of its own.
+
+    Transfers have a side stream already: there NCCL enqueues a kernel like any other, without a stream of its own and
+    the events between the two, a fifth of what a small transfer costs the host.
+    """
+    return group.stream is None
+
+
+def _under_way(work: Work | None) -> Sequence[Work]:
+    return [work] if work is not None else []
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

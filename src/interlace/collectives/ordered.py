@@ -21,6 +21,7 @@ from interlace.collectives.handle import Handle, Work, start
 from interlace.collectives.ops import all_gather, exchange_parts
 from interlace.collectives.window import Window
 from interlace.layout import split
+from interlace.streams import On
 
 # (own part [count], parts [ranks, count], own rank, target, scale) -> target, the sum in the order of ranks; the row of
 # the own rank among the parts is not there.
@@ -184,7 +185,7 @@ def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[
     """`first`, which runs on `group`'s stream, and what `follow` starts on its result, as one transfer."""
     if group.stream is None:
         return Handle(lambda: (first.wait(), follow().wait())[1])
-    with torch.cuda.stream(group.stream):  # both are ordered on the side stream itself
+    with On(group.stream):  # both are ordered on the side stream itself
         second = follow()
     return both(first, second)
 

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from interlace.collectives.groups import Group
 from interlace.errors import PeerLost, ResourceError
+from interlace.streams import current
 
 READY, DONE = 0, 1
 ALIGN = 256  # bytes, of each window in the memory that they share
@@ -236,17 +237,18 @@ class _Cuda(_Memory):
 
     def _call(self, function: str, address: int, value: int) -> None:
         """Default flags: a write fences what came before it for the whole system, a wait goes on at >=, wrapping."""
-        stream = torch.cuda.current_stream(self.group.device).cuda_stream
-        code = getattr(_driver(), function)(
-            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0)
-        )
+        stream = current(self.group.device).cuda_stream
+        code = getattr(_driver(), function)(stream, address, value & 0xFFFFFFFF, 0)
         if code != 0:
             raise RuntimeError(f"{function} failed with CUDA driver error {code}")
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    return driver
 
 
 class _Host(_Memory):

@@ -7,6 +7,7 @@ several calls in turn, so that clocks and neighbours weigh on all of them alike,
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,13 @@ from interlace.collectives import Group
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
 from interlace.kernels.candidate import Candidate, Problem
 from interlace.layout import split
+from interlace.streams import On, current
 
 IN_GRAPH = 8  # calls in one
 SAMPLE = 4e-4  # seconds that one sample lasts, or one call if that takes longer
+SLACK = 50e-6  # seconds that the device waits for the host beside what the host took before
+LONGEST = 20e-3  # that it waits
+CLOCK = 2e9  # cycles/s of the multiprocessors, about; it scales how long the device waits, and nothing that is measured
 
 Call = Callable[[], object]
 T = TypeVar("T")
@@ -155,58 +160,90 @@ def captured(call: Call, group: Group, times: int = IN_GRAPH) -> Call | str:
     stream = torch.cuda.Stream(device)
 
     def capture() -> Call:
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(current(device))
+        with On(stream):
             for _ in range(2):
                 call()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):  # torch.cuda.graph would collect garbage first, which takes longer than a row
+        with On(stream):  # torch.cuda.graph would collect garbage first, which takes longer than a row
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for _ in range(times):
                     call()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        current(device).wait_stream(stream)
         return graph.replay
 
     return attempt(capture, group)
 
 
-def sample(call: Call, times: int, group: Group) -> float:
-    """Seconds of one of `times` calls on this rank, begun when all ranks are there."""
+@dataclass(frozen=True)
+class Sample:
+    """Seconds a call: of the device, and of the host that hands it out."""
+
+    device: float
+    host: float
+
+
+def sample(call: Call, times: int, group: Group, ahead: float = 0.0) -> Sample:
+    """One of `times` calls on this rank, begun when all ranks are there.
+
+    ahead: seconds that the device first stands still on a GPU, so that the host has handed out what is timed before it
+    begins, as in a training step; with less, what is timed of a short call is the host.
+    """
     device = group.device
     if device.type != "cuda":
         everyone(None, group)
         began = time.perf_counter()
         for _ in range(times):
             call()
-        return (time.perf_counter() - began) / times
+        took = (time.perf_counter() - began) / times
+        return Sample(took, took)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if group.process_group is not None:  # the stream of every rank waits for the others; the host hands out meanwhile
         dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+    stand_still(ahead, device)
     begin.record()
+    began = time.perf_counter()
     for _ in range(times):
         call()
+    host = (time.perf_counter() - began) / times
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e-3 / times
+    return Sample(begin.elapsed_time(end) * 1e-3 / times, host)
+
+
+def stand_still(seconds: float, device: torch.device) -> None:
+    """What the current stream is given next begins about so much later; nothing on a CPU."""
+    if device.type == "cuda" and seconds > 0:
+        torch.cuda._sleep(int(min(seconds, LONGEST) * CLOCK))
 
 
 def interleaved(
     calls: Mapping[str, Call], group: Group, rounds: int, batch: Mapping[str, int] | None = None
-) -> dict[str, list[float]]:
-    """Seconds a call, by name and round, of the slowest rank; every round runs all of them, each round from another on.
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds a call, by name and round, and of the host (median), by name, each of the slowest rank.
 
-    batch: calls that one of `calls` stands for (a graph of several); 1 when left out.
+    Every round runs all of them, each round from another on.  batch: calls that one of `calls` stands for (a graph of
+    several); 1 when left out.
     """
     names, batch = list(calls), batch or {}
-    warm = {name: worst([sample(calls[name], 1, group)], group) for name in names}
-    times = {name: max(1, round(SAMPLE / max(warm[name], 1e-7))) for name in names}
+    times, ahead = {}, {}
+    for name in names:
+        warm = [sample(calls[name], 1, group) for _ in range(2)]  # the first may have more to do
+        device, host = warm[1].device, min(each.host for each in warm)
+        device, host = (worst([value], group) for value in (device, host))
+        times[name] = min(100, max(1, round(SAMPLE / max(device, 1e-7))))
+        ahead[name] = 1.5 * host * times[name] + SLACK
     own: dict[str, list[float]] = {name: [] for name in names}
+    hosts: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            own[name].append(sample(calls[name], min(times[name], 100), group) / batch.get(name, 1))
-    ranks = everyone(own, group)
-    return {name: [max(found[name][i] for found in ranks) for i in range(rounds)] for name in names}  # type: ignore[index]
+            found = sample(calls[name], times[name], group, ahead[name])
+            own[name].append(found.device / batch.get(name, 1))
+            hosts[name].append(found.host / batch.get(name, 1))
+    ranks = everyone((own, {name: statistics.median(values) for name, values in hosts.items()}), group)
+    slowest = {name: [max(theirs[name][i] for theirs, _ in ranks) for i in range(rounds)] for name in names}  # type: ignore[misc]
+    return slowest, {name: max(theirs[name] for _, theirs in ranks) for name in names}  # type: ignore[misc]

@@ -306,7 +306,7 @@ def tune(problem: Problem, group: Group, rounds: int = 11, search: bool = False,
     if f"{PLAIN} 0" not in calls:
         reason = wrong[f"{PLAIN} 0"]
         raise NumericsError(f'{problem.op}: "plain" failed ({reason}); see whether this machine works as it should.')
-    samples = measure.interleaved(calls, group, rounds, batch)
+    samples, _ = measure.interleaved(calls, group, rounds, batch)
     if in_graphs:
         from interlace.kernels import workspace  # needs Triton
 

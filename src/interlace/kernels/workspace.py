@@ -32,6 +32,7 @@ import triton
 
 from interlace.collectives import Group, reach
 from interlace.errors import ConfigError
+from interlace.streams import current
 from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
 from interlace.symmetric.record import GAVE_UP, HEAD
@@ -201,7 +202,7 @@ class Workspace:
         if self._is_captured():  # a capture orders its own calls, and may not wait for what is outside
             self.counts_in_memory = True  # replays need this heap as long as the graph lives
             return
-        stream, last = torch.cuda.current_stream(self.device), self._order.stream
+        stream, last = current(self.device), self._order.stream
         if last is not None and last != stream:
             stream.wait_stream(last)
         self._order.stream = stream

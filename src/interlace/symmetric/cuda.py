@@ -16,7 +16,8 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import ConfigError, Hang, ResourceError
+from interlace.streams import On, current
 from interlace.symmetric.fabric import Event, Fabric
 from interlace.symmetric.record import GAVE_UP, RECORD, WORDS, stream_record
 
@@ -41,7 +43,7 @@ WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (word - value) >= 0
 class Mark(Event):
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(device))
+        self._event.record(current(device))
 
     def wait(self) -> None:
         self._event.wait()
@@ -71,6 +73,8 @@ class OnGpu(Fabric):
         self._many = WATCHED  # entries of that list at which the passed ones leave it
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._driver = ctypes.CDLL("libcuda.so.1")
+        for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+            getattr(self._driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         # What lets a stream go must not queue behind it: no kernel, and memory that is pinned by now.
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._said = torch.zeros(len(WORDS), dtype=torch.int64).pin_memory()
@@ -78,7 +82,7 @@ class OnGpu(Fabric):
 
     def synchronize(self) -> None:
         """Ends when the current and all named streams have; a stream's own wait past its limit is let go."""
-        streams = [torch.cuda.current_stream(self.device), *self._streams.values()]
+        streams = [current(self.device), *self._streams.values()]
         ends = []
         for stream in streams:
             end = torch.cuda.Event()
@@ -96,7 +100,7 @@ class OnGpu(Fabric):
 
     def _let_go(self, late: Waiting, now: float) -> None:
         head = self.arenas[self.rank]
-        with torch.cuda.stream(self._rescue):
+        with On(self._rescue):
             have = int(late.flag.item())
             if (have - late.value) % (1 << 32) < 1 << 31:
                 return  # it has come by now
@@ -112,15 +116,12 @@ class OnGpu(Fabric):
             late.flag.view(1).copy_(self._raised[1:], non_blocking=True)
             self._rescue.synchronize()
 
-    @contextlib.contextmanager
-    def stream(self, name: str) -> Iterator[None]:
+    def stream(self, name: str) -> AbstractContextManager[object]:
         if not name:
-            yield
-            return
+            return contextlib.nullcontext()
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
-        with torch.cuda.stream(self._streams[name]):
-            yield
+        return On(self._streams[name])
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -149,7 +150,7 @@ class OnGpu(Fabric):
         self._refuse_in_graph(value)
         self._call("cuStreamWaitValue32_v2", flag, value, WAIT_GEQ)
         passed = torch.cuda.Event()
-        passed.record(torch.cuda.current_stream(self.device))
+        passed.record(current(self.device))
         self._waiting.append(Waiting(flag, value, peer, time.monotonic(), self.limit, passed))
         if len(self._waiting) >= self._many:
             self._waiting = [each for each in self._waiting if not each.passed.query()]
@@ -167,10 +168,8 @@ class OnGpu(Fabric):
             )
 
     def _call(self, name: str, flag: torch.Tensor, value: int, flags: int) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        address = ctypes.c_uint64(flag.data_ptr())
-        number = ctypes.c_uint32(value & 0xFFFFFFFF)
-        code = getattr(self._driver, name)(ctypes.c_void_p(stream), address, number, ctypes.c_uint(flags))
+        stream = current(self.device).cuda_stream
+        code = getattr(self._driver, name)(stream, flag.data_ptr(), value & 0xFFFFFFFF, flags)
         if code:
             raise ResourceError(f"{name} failed with CUDA error {code}; the driver lacks stream memory operations.")
 
@@ -179,10 +178,10 @@ class OnGpu(Fabric):
 
     def graph(self, function: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        side.wait_stream(current(self.device))
+        with On(side):
             function()  # compiles what it launches
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        current(self.device).wait_stream(side)
         self.synchronize()
         made = torch.cuda.CUDAGraph()
         with torch.cuda.graph(made, capture_error_mode="thread_local"):

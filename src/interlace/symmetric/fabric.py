@@ -44,7 +44,7 @@ class Fabric(ABC):
         """Returns when this rank's streams have run dry."""
 
     @abstractmethod
-    def stream(self, name: str) -> AbstractContextManager[None]:
+    def stream(self, name: str) -> AbstractContextManager[object]:
         """Inside the block, work is enqueued on this rank's stream of that name ("" is the default one)."""
 
     @abstractmethod

@@ -254,7 +254,7 @@ class SymmetricHeap:
 
     # --- transports in stream order ----------------------------------------------------------------------------------
 
-    def stream(self, name: str) -> AbstractContextManager[None]:
+    def stream(self, name: str) -> AbstractContextManager[object]:
         """Inside the block, kernels, copies and flags go to this rank's stream of that name."""
         return self.fabric.stream(name)
 
