@@ -190,7 +190,8 @@ def measure_size(share: str, world: World, groups: Groups, given: dict[str, Any]
     return {
         "key": f"70b layer {share} {length} x {world.size} ranks", "size": share, "length": length,
         "samples": {name: [round(1e6 * value, 2) for value in values] for name, values in samples.items()},
-        "hosts": {name: round(1e6 * value, 1) for name, value in hosts.items()}, "errors": errors, "wrong": wrong, "table": tune.identity(world.device),
+        "hosts": {name: round(1e6 * value, 1) for name, value in hosts.items()},
+        "errors": errors, "wrong": wrong, "table": tune.identity(world.device),
     }  # fmt: skip
 
 
@@ -232,9 +233,8 @@ def report(record: dict[str, Any]) -> list[str]:
     for name, middle in medians.items():
         gain = f"{medians['serial'] / middle:.3f}" if "serial" in medians else "-"
         low, high = min(samples[name]), max(samples[name])
-        lines.append(
-            f"| {name} | {middle:.1f} | {low:.1f} | {high:.1f} | {record['hosts'][name]:.0f} | {gain} | {record['errors'][name]:.1e} |"
-        )
+        words = f"{low:.1f} | {high:.1f} | {record['hosts'][name]:.0f} | {gain} | {record['errors'][name]:.1e}"
+        lines.append(f"| {name} | {middle:.1f} | {words} |")
     return [*lines, ""]
 
 

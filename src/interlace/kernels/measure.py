@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -244,6 +244,6 @@ def interleaved(
             found = sample(calls[name], times[name], group, ahead[name])
             own[name].append(found.device / batch.get(name, 1))
             hosts[name].append(found.host / batch.get(name, 1))
-    ranks = everyone((own, {name: statistics.median(values) for name, values in hosts.items()}), group)
-    slowest = {name: [max(theirs[name][i] for theirs, _ in ranks) for i in range(rounds)] for name in names}  # type: ignore[misc]
-    return slowest, {name: max(theirs[name] for _, theirs in ranks) for name in names}  # type: ignore[misc]
+    ranks: list[Any] = everyone((own, {name: statistics.median(values) for name, values in hosts.items()}), group)
+    slowest = {name: [max(device[name][i] for device, _ in ranks) for i in range(rounds)] for name in names}
+    return slowest, {name: max(host[name] for _, host in ranks) for name in names}
