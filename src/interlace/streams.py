@@ -1,7 +1,8 @@
 """Which CUDA stream work goes to.
 
-Equals `torch.cuda.stream` and `torch.cuda.current_stream`, in a third of the host's time: a transfer changes streams
-twice, and a training step of a split model has hundreds (docs/notes/0017-host-time.md).
+Equals `torch.cuda.current_stream` and `torch.cuda.stream`, in a tenth of the host's time (1 us and 2 us for 6 and 20,
+docs/notes/0017-host-time.md), by the calls beneath them, which Triton and PyTorch's compiler use too.  A transfer asks
+several times and changes streams twice, and a training step of a split model has hundreds of transfers.
 """
 
 from __future__ import annotations
@@ -10,10 +11,22 @@ from types import TracebackType
 
 import torch
 
+_KNOWN: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
 
 def current(device: torch.device) -> torch.cuda.Stream:
     """The stream that work for `device` goes to now."""
-    return torch.cuda.current_stream(device.index)
+    key = torch._C._cuda_getCurrentStream(torch.cuda.current_device() if device.index is None else device.index)
+    found = _KNOWN.get(key)
+    if found is None:
+        stream, index, kind = key
+        found = _KNOWN[key] = torch.cuda.Stream(stream_id=stream, device_index=index, device_type=kind)
+    return found
+
+
+def handle(device: torch.device) -> int:
+    """The same, as the driver knows it."""
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class On:
@@ -25,13 +38,17 @@ class On:
         self.stream = stream
 
     def __enter__(self) -> torch.cuda.Stream:
-        self.before = torch.cuda.current_stream(self.stream.device_index)
-        if self.before != self.stream:
-            torch.cuda.set_stream(self.stream)
+        self.before = current(self.stream.device)
+        _set(self.stream)
         return self.before
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.before != self.stream:
-            torch.cuda.set_stream(self.before)
+        _set(self.before)
+
+
+def _set(stream: torch.cuda.Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )

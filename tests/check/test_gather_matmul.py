@@ -74,9 +74,9 @@ def test_a_word_before_its_rows_is_found() -> None:
         ready = heap.event()
         with heap.stream("push"):
             ready.wait()
-            for piece in self.plan.sent(self.x_mK, self.space.rank):
-                heap.write(self.word(self.space.rank, piece.number, piece.peer), self.turn.number)
-                heap.copy(self.view(piece.offset, piece.rows.shape, piece.peer), piece.rows)
+            for piece, target, word in self.route.sends:
+                heap.write(word, self.turn.number)
+                heap.copy(target, piece.of(self.x_mK))
             self._sent = heap.event()
 
     with mock.patch.object(arrival.Arrival, "_push", push):

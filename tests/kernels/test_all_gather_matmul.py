@@ -59,10 +59,11 @@ def test_every_row_has_one_slot_and_what_is_sent_is_what_arrives(ranks: int, cou
         seen = [row for _, _, first, last in coming for row in range(first, last)]
         assert sorted([*seen, *range(*_whole(plan, rank))]) == list(range(count))
         for slot, (source, chunk, first, last) in enumerate(coming):
-            (piece,) = [p for p in plan.sent(rows[source], source) if p.peer == rank and p.number == chunk]
+            (piece,) = [p for p in plan.sent(source) if p.peer == rank and p.number == chunk]
+            sent = piece.of(rows[source])
             assert piece.offset == plan.offset(slot)
-            assert torch.equal(piece.rows, torch.arange(count * 24.0).view(count, 24)[first:last])
-            assert piece.offset + piece.rows.numel() * 4 <= plan.nbytes
+            assert torch.equal(sent, torch.arange(count * 24.0).view(count, 24)[first:last])
+            assert piece.offset + sent.numel() * 4 <= plan.nbytes
 
 
 def _whole(plan: Chunks, rank: int) -> tuple[int, int]:
@@ -80,10 +81,11 @@ def test_slices_fill_their_memory_without_gaps(K: int, slices: int) -> None:
         memory = torch.full((plan.nbytes // 4,), float("nan"))
         words = set()
         for source in {*range(ranks)} - {rank}:
-            for piece in plan.sent(plan.pack(shares[source]), source):
+            for piece in plan.sent(source):
                 if piece.peer == rank:
+                    rows = piece.of(plan.pack(shares[source])).reshape(-1)
                     begin = piece.offset // 4
-                    memory[begin : begin + piece.rows.numel()] = piece.rows.reshape(-1)
+                    memory[begin : begin + rows.numel()] = rows
                     words.add((source, piece.number))
         assert len(words) == 2 * plan.pieces
         others = torch.cat([share for source, share in enumerate(shares) if source != rank])

@@ -23,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from interlace.events import BESIDE, Event
-from interlace.streams import On, current
+from interlace.streams import On, current, handle
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class Meter:
         if not self.record:
             yield
             return
-        on_side = device.type == "cuda" and current(device).cuda_stream != DEFAULT
+        on_side = device.type == "cuda" and handle(device) != DEFAULT
         begin = now(device)
         yield
         self._work.append(("side stream" if on_side else "compute", kind, name, begin, now(device)))

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from interlace.collectives.groups import Group
 from interlace.errors import PeerLost, ResourceError
-from interlace.streams import current
+from interlace.streams import handle
 
 READY, DONE = 0, 1
 ALIGN = 256  # bytes, of each window in the memory that they share
@@ -237,7 +237,7 @@ class _Cuda(_Memory):
 
     def _call(self, function: str, address: int, value: int) -> None:
         """Default flags: a write fences what came before it for the whole system, a wait goes on at >=, wrapping."""
-        stream = current(self.group.device).cuda_stream
+        stream = handle(self.group.device)
         code = getattr(_driver(), function)(stream, address, value & 0xFFFFFFFF, 0)
         if code != 0:
             raise RuntimeError(f"{function} failed with CUDA driver error {code}")

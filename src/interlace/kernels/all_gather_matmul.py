@@ -94,13 +94,10 @@ def chunks(
     options: Options = NO_OPTIONS,
 ) -> None:
     arrival = _begin(x_mK, group, count, options, gathered)
-    plan, K = arrival.plan, x_mK.shape[1]
-    assert isinstance(plan, Chunks)
     start, stop = split(count, group.size, group.rank)
     fill(x_mK, weights, biases, out, start, stop)
-    for slot, (source, chunk, first, last) in enumerate(plan.arriving(group.rank)):
-        arrival.wait(source, chunk)
-        fill(arrival.view(plan.offset(slot), (last - first, K)), weights, biases, out, first, last)
+    for chunk in arrival.arriving():
+        fill(chunk.rows, weights, biases, out, chunk.first, chunk.last)
     arrival.end()
 
 
@@ -264,14 +261,18 @@ def _launch(arrival: Arrival, weight_NK: Tensor, bias_N: Tensor | None, out_MN: 
     assert SLOT % tile.block_m == 0, tile
     start, stop = split(plan.count, plan.ranks, space.rank)
     a_block, c_block = (tile.block_m, tile.block_k), (tile.block_m, tile.block_n // tile.parts)
-    whole = arrival.view(0, (plan.slots * plan.slot, K)) if plan.slots else x_mK
-    x, a = operand(x_mK, a_block), operand(whole, a_block, ROWS)
+    a, tiles = arrival.route.made.get((tile, N), (None, 0))
+    if a is None:
+        whole = arrival.view(0, (plan.slots * plan.slot, K)) if plan.slots else x_mK
+        pieces = [stop - start, *(chunk.last - chunk.first for chunk in arrival.route.chunks)]
+        tiles = sum(triton.cdiv(rows, tile.block_m) for rows in pieces) * triton.cdiv(N, tile.block_n)
+        a = operand(whole, a_block, ROWS)
+        arrival.route.made[tile, N] = a, tiles
+    x = operand(x_mK, a_block)
     b = operand(weight_NK, (tile.block_n, tile.block_k))
     own_c, c = operand(out_MN[start:stop], c_block, ROWS), operand(out_MN, c_block, ROWS)
     if c.how == POINTERS or own_c.how == POINTERS:  # one of them has no rows: all by pointers
         own_c = c = Operand(out_MN, POINTERS, out_MN.stride(0), out_MN.stride(1))
-    pieces = [stop - start, *(last - first for _, _, first, last in plan.arriving(space.rank))]
-    tiles = sum(triton.cdiv(rows, tile.block_m) for rows in pieces) * triton.cdiv(N, tile.block_n)
     kernel: Any = _persistent[(space.places(tiles),)]
     kernel(
         x.argument, a.argument, b.argument, own_c.argument, c.argument, bias_N, out_MN,

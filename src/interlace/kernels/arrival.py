@@ -16,8 +16,9 @@ says so before the first byte moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,12 +35,21 @@ WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuild
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank sends at once: `number` of those to a peer, `offset` is where it goes, in bytes of a call's half."""
+    """What a rank sends at once: `number` of those to a peer, `offset` is where it goes, in bytes of a call's half.
+
+    Of x, flattened, the elements from `begin` on that `shape` holds.
+    """
 
     peer: int
     number: int
     offset: int
-    rows: Tensor
+    begin: int
+    shape: tuple[int, int]
+
+    def of(self, x_mK: Tensor) -> Tensor:
+        if self.shape == x_mK.shape:
+            return x_mK
+        return x_mK.view(-1)[self.begin : self.begin + self.shape[0] * self.shape[1]].view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -85,14 +95,14 @@ class Chunks:
         first, last = split(stop - start, self.chunks, chunk)
         return start + first, start + last
 
-    def sent(self, x_mK: Tensor, rank: int) -> Iterator[Piece]:
+    def sent(self, rank: int) -> Iterator[Piece]:
         start, _ = split(self.count, self.ranks, rank)
         for step in range(1, self.ranks):
             for chunk in range(self.chunks):
                 slot = (step - 1) * self.chunks + chunk
                 first, last = self.rows(rank, chunk)
-                rows = x_mK[first - start : last - start]
-                yield Piece((rank + step) % self.ranks, chunk, self.offset(slot), rows)
+                begin, shape = (first - start) * self.K, (last - first, self.K)
+                yield Piece((rank + step) % self.ranks, chunk, self.offset(slot), begin, shape)
 
     def arriving(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
         """(source, chunk, first row, end) in the order in which they come to a rank, and of their slots."""
@@ -135,13 +145,12 @@ class Slices:
         nbytes = self.count * (last - first) * self.dtype.itemsize
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def sent(self, x_mK: Tensor, rank: int) -> Iterator[Piece]:
-        """x_mK: slices one after another, each [m slice]; see `pack`."""
-        m, begin = len(x_mK), 0
+    def sent(self, rank: int) -> Iterator[Piece]:
+        """Of x whose slices lie one after another, each [m slice]; see `pack`."""
+        low, high = split(self.count, self.ranks, rank)
+        m = high - low
         for number in range(self.slices):
             first, last = self.columns(number)
-            rows = x_mK.view(-1)[m * begin : m * (begin + last - first)].view(m, last - first)
-            begin += last - first
             for step in range(1, self.ranks):
                 peer = (rank + step) % self.ranks
                 before, _ = split(self.count, self.ranks, rank)
@@ -149,7 +158,7 @@ class Slices:
                     start, stop = split(self.count, self.ranks, peer)
                     before -= stop - start
                 offset = self.offset(number) + before * (last - first) * self.dtype.itemsize
-                yield Piece(peer, number, offset, rows)
+                yield Piece(peer, number, offset, m * first, (m, last - first))
 
     def pack(self, x_mK: Tensor) -> Tensor:
         """The slices of some rows, one after another, in the shape of x."""
@@ -170,23 +179,38 @@ class Arrival:
     def __init__(self, x_mK: Tensor, group: Group, op: str, plan: Chunks | Slices) -> None:
         assert x_mK.is_contiguous()
         self.space, self.plan, self.x_mK = workspace.of(group, op), plan, x_mK
-        half = -(-plan.nbytes // ALIGNMENT) * ALIGNMENT
+        half = self.space.route(plan, lambda: -(-plan.nbytes // ALIGNMENT) * ALIGNMENT)
         self.space.require({"rows": 2 * half}, {"arrived": plan.ranks * max(plan.pieces, WORDS)})
         self.turn = self.space.turn()
-        self.stride = len(self.turn.words("arrived")) // plan.ranks  # words of a sender
+        self.stride = self.space.tensors["arrived"].shape[0] // 2 // plan.ranks  # words of a sender
         self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)
+        self.route: Route = self.space.route((plan, self.turn.half, self.turn.in_memory), self._route)
         self._kept: Event | None = None
         self._push()
 
+    def _route(self) -> Route:
+        rank, plan = self.space.rank, self.plan
+        sends = [
+            (piece, self.view(piece.offset, piece.shape, piece.peer), self.word(rank, piece.number, piece.peer))
+            for piece in plan.sent(rank)
+        ]
+        senders = [peer for peer in range(plan.ranks) if peer != rank]
+        words = {(peer, number): self.word(peer, number) for peer in senders for number in range(plan.pieces)}
+        chunks = [
+            Arrived(*at, self.view(plan.offset(slot), (at[3] - at[2], plan.K)))
+            for slot, at in enumerate(plan.arriving(rank) if isinstance(plan, Chunks) else ())
+        ]
+        return Route(sends, words, chunks)
+
     def _push(self) -> None:
-        heap = self.space.heap
+        heap, number = self.space.heap, self.turn.number
         ready = heap.event()
         with heap.stream("push"):
             ready.wait()
-            for piece in self.plan.sent(self.x_mK, self.space.rank):
-                if piece.rows.numel():
-                    heap.copy(self.view(piece.offset, piece.rows.shape, piece.peer), piece.rows)
-                heap.write(self.word(self.space.rank, piece.number, piece.peer), self.turn.number)
+            for piece, target, word in self.route.sends:
+                if target.numel():
+                    heap.copy(target, piece.of(self.x_mK))
+                heap.write(word, number)
             self._sent = heap.event()
 
     def view(self, offset: int, shape: tuple[int, ...], rank: int | None = None) -> Tensor:
@@ -198,24 +222,29 @@ class Arrival:
         at = sender * self.stride + number
         return self.turn.words("arrived", rank)[at : at + 1]
 
+    def arriving(self) -> Iterator[Arrived]:
+        """The chunks of `Chunks` in the order in which they come, each waited for by the current stream."""
+        for chunk in self.route.chunks:
+            self.wait(chunk.source, chunk.number)
+            yield chunk
+
     def wait(self, source: int, number: int) -> None:
         """What the current stream does next begins when that piece has come."""
-        self.space.heap.wait(self.word(source, number), self.turn.number, source)
+        self.space.heap.wait(self.route.words[source, number], self.turn.number, source)
 
     def keep(self, gathered_MK: Tensor) -> None:
         """Copies all rows of `Chunks` to `gathered_MK` beside the product, as they arrive."""
         assert isinstance(self.plan, Chunks)
-        heap, rank, K = self.space.heap, self.space.rank, self.plan.K
+        heap, rank = self.space.heap, self.space.rank
         start, stop = split(self.plan.count, self.plan.ranks, rank)
         ready = heap.event()
         with heap.stream("keep"):
             ready.wait()
             if start < stop:
                 heap.copy(gathered_MK[start:stop], self.x_mK)
-            for slot, (source, chunk, first, last) in enumerate(self.plan.arriving(rank)):
-                self.wait(source, chunk)
-                if first < last:
-                    heap.copy(gathered_MK[first:last], self.view(self.plan.offset(slot), (last - first, K)))
+            for chunk in self.arriving():
+                if chunk.first < chunk.last:
+                    heap.copy(gathered_MK[chunk.first : chunk.last], chunk.rows)
             self._kept = heap.event()
 
     def end(self) -> None:
@@ -223,3 +252,28 @@ class Arrival:
         self._sent.wait()
         if self._kept is not None:
             self._kept.wait()
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows [first, last) of the whole, as they lie here when chunk `number` of rank `source` has come: [rows K]."""
+
+    source: int
+    number: int
+    first: int
+    last: int
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class Route:
+    """What all calls of one plan and half share, since views cost the host more than the copies between them.
+
+    sends: (piece, where it goes, the word behind it); words: those here, by sender and number; made: what a product
+    has made of the slots, by its sizes.
+    """
+
+    sends: list[tuple[Piece, Tensor, Tensor]]
+    words: dict[tuple[int, int], Tensor]
+    chunks: list[Arrived]
+    made: dict[Hashable, Any] = field(default_factory=dict)

@@ -143,6 +143,16 @@ def _one_kernel(
 
 
 @dataclass(frozen=True)
+class _Route:
+    """What all calls of one shape and half share.  here: [ranks n N], what each rank sends to this one; sends: (rows of
+    x, where their product goes, the word behind it), the next rank's first; words: by chunk, (word, sender)."""
+
+    here: Tensor
+    sends: list[tuple[slice, Tensor, Tensor]]
+    words: list[list[tuple[Tensor, int]]]
+
+
+@dataclass(frozen=True)
 class _Parts:
     """One call of the candidates that move whole rows: where the parts of all ranks arrive, and what says so."""
 
@@ -164,6 +174,23 @@ class _Parts:
         _count(group, M, N, x_MK.dtype)
         return cls(group, space.turn(), M, N, x_MK.dtype, count)
 
+    @property
+    def route(self) -> _Route:
+        key = (self.M, self.N, self.dtype, self.count, self.turn.half, self.turn.in_memory)
+        return self.turn.space.route(key, self._route)
+
+    def _route(self) -> _Route:
+        group, sends = self.group, []
+        for step in range(1, group.size):
+            owner = (group.rank + step) % group.size
+            begin, target = split(self.M, group.size, owner)[0], self.at(owner)[group.rank]
+            for chunk, rows in enumerate(self.chunks(owner)):
+                word = self.word(owner, group.rank, chunk)
+                sends.append((rows, target[rows.start - begin : rows.stop - begin], word))
+        others = [(group.rank + group.size - step) % group.size for step in range(1, group.size)]
+        words = [[(self.word(group.rank, peer, chunk), peer) for peer in others] for chunk in range(self.count)]
+        return _Route(self.at(group.rank), sends, words)
+
     def at(self, owner: int) -> Tensor:
         """[ranks n N]: what each rank sends to an owner of n rows."""
         space = self.turn.space
@@ -184,27 +211,22 @@ class _Parts:
 
     def send(self, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor]:
         """The others' rows, the next rank's first; a side stream takes pieces away.  Keep the result until `end`."""
-        group, heap, kept = self.group, self.turn.space.heap, []
-        for step in range(1, group.size):
-            owner = (group.rank + step) % group.size
-            begin, target = split(self.M, group.size, owner)[0], self.at(owner)[group.rank]
-            for chunk, rows in enumerate(self.chunks(owner)):
-                made = torch.mm(x_MK[rows], weight_NK.t())
-                kept.append(made)
-                ready = heap.event()
-                with heap.stream("scatter"):
-                    ready.wait()
-                    if made.numel():
-                        heap.copy(target[rows.start - begin : rows.stop - begin], made)
-                    heap.write(self.word(owner, group.rank, chunk), self.turn.number)
+        heap, number, kept, turned = self.turn.space.heap, self.turn.number, [], weight_NK.t()
+        for rows, target, word in self.route.sends:
+            made = torch.mm(x_MK[rows], turned)
+            kept.append(made)
+            ready = heap.event()
+            with heap.stream("scatter"):
+                ready.wait()
+                if made.numel():
+                    heap.copy(target, made)
+                heap.write(word, number)
         return kept
 
     def wait(self, chunk: int) -> None:
         """For this chunk, and so for the ones before it, of the own rows from all others."""
-        group = self.group
-        for step in range(1, group.size):
-            peer = (group.rank + group.size - step) % group.size
-            self.turn.space.heap.wait(self.word(group.rank, peer, chunk), self.turn.number, peer)
+        for word, peer in self.route.words[chunk]:
+            self.turn.space.heap.wait(word, self.turn.number, peer)
 
     def end(self) -> None:
         """What the side stream reads may change."""
@@ -227,7 +249,7 @@ def _chunks(
         return
     parts = _Parts.begin(x_MK, N, group, options.chunks)
     kept = parts.send(x_MK, weight_NK)
-    here = parts.at(group.rank)
+    here = parts.route.here
     own = here[group.rank]
     torch.mm(x_MK[slice(*split(M, group.size, group.rank))], weight_NK.t(), out=own)
     parts.wait(parts.count - 1)
@@ -253,7 +275,7 @@ def _chained(
     parts = _Parts.begin(x_MK, N, group, options.chunks)
     kept = parts.send(x_MK, weight_NK)
     first = split(M, group.size, group.rank)[0]
-    received = parts.at(group.rank)[1 - group.rank]
+    received = parts.route.here[1 - group.rank]
     for chunk, rows in enumerate(parts.chunks(group.rank)):
         parts.wait(chunk)
         here = slice(rows.start - first, rows.stop - first)

@@ -21,10 +21,10 @@ Every rank makes the same calls with the same sizes, in the same order, as with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,8 +37,10 @@ from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
 from interlace.symmetric.record import GAVE_UP, HEAD
 
+T = TypeVar("T")
 TIMEOUT = 60.0  # seconds of every wait; ranks may compile at different moments
 LOOK = 64  # calls between two looks at whether a wait gave up
+ROUTES = 256  # that are kept: a changing number of rows makes new ones
 LARGER = 1.5  # times what was there, at least, when memory grows
 UNIT = 1 << 21  # bytes; arenas are multiples
 ALIGNMENT = 256  # bytes, of each buffer
@@ -86,6 +88,7 @@ class Workspace:
         self.op = op
         self.rank, self.size, self.device = group.rank, group.size, group.device
         self.tensors: dict[str, SymmetricTensor] = {}
+        self._routes: dict[Hashable, Any] = {}
         self.counts_in_memory = False  # from the first captured call on
         self._process_group = group.process_group
         self._given, self._heap = heap is not None, heap
@@ -135,6 +138,7 @@ class Workspace:
 
     def _renew(self) -> None:
         """All tensors anew; every rank has finished with the old ones."""
+        self._routes.clear()
         if self._given:
             for tensor in self.tensors.values():
                 self.heap.free(tensor)
@@ -168,6 +172,15 @@ class Workspace:
         for size in shape:
             count *= size
         return whole[offset : offset + count].view(dtype).view(shape)
+
+    def route(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What calls of one kind have made of the tensors, or their sizes; made anew when those are."""
+        found: T | None = self._routes.get(key)
+        if found is None:
+            if len(self._routes) >= ROUTES:
+                self._routes.clear()
+            found = self._routes[key] = make()
+        return found
 
     def places(self, programs: int) -> int:
         """How many programs of a kernel that waits: `programs`, but no more than fit on the device together.
@@ -237,6 +250,7 @@ class Workspace:
                 heap.barrier()
                 heap.close()
         self.tensors, self._heap, self._kept = {}, None, []
+        self._routes.clear()
 
 
 @dataclass

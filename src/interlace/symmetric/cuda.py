@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from interlace.errors import ConfigError, Hang, ResourceError
-from interlace.streams import On, current
+from interlace.streams import On, current, handle
 from interlace.symmetric.fabric import Event, Fabric
 from interlace.symmetric.record import GAVE_UP, RECORD, WORDS, stream_record
 
@@ -33,32 +33,35 @@ if TYPE_CHECKING:
     from interlace.symmetric.heap import SymmetricHeap
 
 T = TypeVar("T")
-WATCHED = 256  # waits of streams that are remembered until they are known to have passed
 POLL = 50e-6  # seconds between two looks at a stream
 LOADING = 1.0  # limit of waits, in seconds, while kernels are loaded
 RESCUE = -3  # priority of the stream that lets others go
+STREAM, ADDRESS = ctypes.c_void_p, ctypes.c_uint64
+# Of the driver: what a failure means, and the types of the arguments.
+CALLS = {
+    "cuStreamWriteValue32_v2": ("it lacks stream memory operations", (STREAM, ADDRESS, ctypes.c_uint32, ctypes.c_uint)),
+    "cuStreamWaitValue32_v2": ("it lacks stream memory operations", (STREAM, ADDRESS, ctypes.c_uint32, ctypes.c_uint)),
+    "cuMemcpyDtoDAsync_v2": ("see whether both are device memory", (ADDRESS, ADDRESS, ctypes.c_size_t, STREAM)),
+}
 WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32) (word - value) >= 0
 
 
 class Mark(Event):
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event()
+        self._device, self._event = device, torch.cuda.Event()
         self._event.record(current(device))
 
     def wait(self) -> None:
-        self._event.wait()
+        current(self._device).wait_event(self._event)
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """A wait that a stream itself does."""
+class Waiting(NamedTuple):
+    """The last wait for a word that a stream itself does; those before it wanted less."""
 
     flag: torch.Tensor
     value: int
     peer: int
     since: float
-    limit: float
-    passed: torch.cuda.Event
 
 
 class OnGpu(Fabric):
@@ -69,12 +72,11 @@ class OnGpu(Fabric):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
-        self._waiting: list[Waiting] = []
-        self._many = WATCHED  # entries of that list at which the passed ones leave it
+        self._waiting: dict[int, Waiting] = {}  # by the address of the word
         self._abort = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._driver = ctypes.CDLL("libcuda.so.1")
-        for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-            getattr(self._driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        for name, (_, arguments) in CALLS.items():
+            getattr(self._driver, name).argtypes = arguments
         # What lets a stream go must not queue behind it: no kernel, and memory that is pinned by now.
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._said = torch.zeros(len(WORDS), dtype=torch.int64).pin_memory()
@@ -89,10 +91,11 @@ class OnGpu(Fabric):
             end.record(stream)
             ends.append(end)
         while self._waiting and not all(end.query() for end in ends):
-            self._waiting = [each for each in self._waiting if not each.passed.query()]
             now = time.monotonic()
-            for late in [each for each in self._waiting if now - each.since > each.limit]:
-                self._let_go(late, now)
+            for address, each in list(self._waiting.items()):
+                if now - each.since > self.limit:
+                    self._let_go(each, now)
+                    del self._waiting[address]
             time.sleep(POLL)
         for end in ends:
             end.synchronize()
@@ -124,7 +127,10 @@ class OnGpu(Fabric):
         return On(self._streams[name])
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        """By the driver itself: `copy_` ends in the same call, after 5 to 15 us of the host."""
+        nbytes = target.nbytes
+        if nbytes:
+            self._check("cuMemcpyDtoDAsync_v2", target.data_ptr(), source.data_ptr(), nbytes, handle(self.device))
 
     def write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:
         """Without a multiprocessor where it can: a kernel that spins may hold them all until this word is raised."""
@@ -149,12 +155,7 @@ class OnGpu(Fabric):
             return
         self._refuse_in_graph(value)
         self._call("cuStreamWaitValue32_v2", flag, value, WAIT_GEQ)
-        passed = torch.cuda.Event()
-        passed.record(current(self.device))
-        self._waiting.append(Waiting(flag, value, peer, time.monotonic(), self.limit, passed))
-        if len(self._waiting) >= self._many:
-            self._waiting = [each for each in self._waiting if not each.passed.query()]
-            self._many = max(WATCHED, 2 * len(self._waiting))
+        self._waiting[flag.data_ptr()] = Waiting(flag, value, peer, time.monotonic())
 
     def _is_own(self, flag: torch.Tensor) -> bool:
         own = self.arenas[self.rank]
@@ -168,10 +169,12 @@ class OnGpu(Fabric):
             )
 
     def _call(self, name: str, flag: torch.Tensor, value: int, flags: int) -> None:
-        stream = current(self.device).cuda_stream
-        code = getattr(self._driver, name)(stream, flag.data_ptr(), value & 0xFFFFFFFF, flags)
+        self._check(name, handle(self.device), flag.data_ptr(), value & 0xFFFFFFFF, flags)
+
+    def _check(self, name: str, *arguments: int) -> None:
+        code = getattr(self._driver, name)(*arguments)
         if code:
-            raise ResourceError(f"{name} failed with CUDA error {code}; the driver lacks stream memory operations.")
+            raise ResourceError(f"{name} failed with CUDA error {code}: {CALLS[name][0]}.")
 
     def event(self) -> Event:
         return Mark(self.device)
