@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle, Work, start
@@ -136,7 +137,7 @@ def all_reduce(
     """The sum over ranks of `flat`, times `scale`, on every rank: reduce-scatter, then all-gather.
 
     flat: 1-D, contiguous.  `out`: where the sum goes and whose dtype it is taken in;
-    `flat` itself when None.  Counted as its two halves.  On a CPU the second half starts at `wait`, since a collective
+    `flat` itself when None.  Counted as its two halves, also where the library takes one step for two ranks.  On a CPU the second half starts at `wait`, since a collective
     started from another thread would break the order that all ranks share.
     """
     out = flat if out is None else out
@@ -145,9 +146,36 @@ def all_reduce(
             reduce_scatter(flat, group, out=out, scale=scale) if out is not flat or scale != 1.0 else Handle.done(flat)
         )
     sizes = balanced(flat.numel(), group.size)
+    if group.size == 2 and group.stream is not None and out.dtype == flat.dtype == (wire or flat.dtype):
+        return _of_a_pair(flat, group, sizes, out, scale, name)
     own = out.split(sizes)[group.rank]
     first = reduce_scatter(flat, group, sizes=sizes, out=own, wire=wire, scale=scale, name=name)
     return then(first, group, lambda: all_gather(own, group, sizes=sizes, out=out, name=name))
+
+
+def _of_a_pair(
+    flat: torch.Tensor, group: Group, sizes: Sequence[int], out: torch.Tensor, scale: float, name: str
+) -> Handle[torch.Tensor]:
+    """The library's own: the sum of two numbers, rounded once, has the same bits in either order, and half the launches
+    of two halves."""
+    item, process_group = flat.element_size(), group.process_group
+    assert process_group is not None
+    own, rest = sizes[group.rank] * item, sizes[1 - group.rank] * item
+    group.meter.count("reduce_scatter", group.axis, rest)
+    group.meter.count("all_gather", group.axis, own)
+
+    def prepare() -> None:
+        if out is not flat:
+            out.copy_(flat)
+
+    def launch() -> Sequence[Work]:
+        dist.all_reduce(out, group=process_group)  # on the transfer's stream, which is current
+        return []
+
+    def finish() -> torch.Tensor:
+        return out.mul_(scale) if scale != 1.0 else out
+
+    return start(group.meter, group.axis, name, own + rest, group.stream, prepare, launch, finish)
 
 
 def balanced(count: int, ways: int) -> list[int]:
