@@ -136,9 +136,9 @@ def all_reduce(
 ) -> Handle[torch.Tensor]:
     """The sum over ranks of `flat`, times `scale`, on every rank: reduce-scatter, then all-gather.
 
-    flat: 1-D, contiguous.  `out`: where the sum goes and whose dtype it is taken in;
-    `flat` itself when None.  Counted as its two halves, also where the library takes one step for two ranks.  On a CPU the second half starts at `wait`, since a collective
-    started from another thread would break the order that all ranks share.
+    flat: 1-D, contiguous.  `out`: where the sum goes and whose dtype it is taken in; `flat` itself when None.  Counted
+    as its two halves, also where the library does both in one step (`_of_a_pair`).  On a CPU the second half starts at
+    `wait`, since a collective started from another thread would break the order that all ranks share.
     """
     out = flat if out is None else out
     if group.process_group is None:
