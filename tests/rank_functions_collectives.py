@@ -283,3 +283,26 @@ def late_peer(world: World) -> dict[str, Any]:
         "events": [[e.lane, e.kind, e.name, e.begin - 100.0, e.end - 100.0, e.bytes] for e in events],
         "last": names[-1],
     }
+
+
+def pairs(world: World) -> int:
+    """Sums of two ranks on GPUs, which the library makes: those of the parts in rank order, bit for bit."""
+    group = make_groups(Mesh.parse("dp=2"), world.rank, world.device, 60.0)["dp"]
+    seen = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in (1, 7, 4096, 1 << 20):
+            for scale in (1.0, 0.25):
+                parts = [given(seen, rank, 2 * count, dtype).to(world.device) for rank in range(2)]
+                mine, total = parts[world.rank], (parts[0] + parts[1]) * scale
+                other = torch.full_like(mine, float("nan"))
+                for transfers in (group, group.in_order()):
+                    assert same(all_reduce(mine, transfers, out=other, scale=scale).wait(), total)
+                    assert same(all_reduce(mine.clone(), transfers, scale=scale).wait(), total)
+                    own = total[world.rank * count :][:count]
+                    assert same(reduce_scatter(mine, transfers, scale=scale).wait(), own)
+                    in_place = mine.clone()
+                    place = in_place[world.rank * count :][:count]
+                    assert same(reduce_scatter(in_place, transfers, out=place, scale=scale).wait(), own)
+                    assert same(all_gather(own.clone(), transfers).wait(), total)
+                seen += 1
+    return seen

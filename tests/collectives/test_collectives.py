@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace import launch
 from interlace.collectives import Group, Meter, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from interlace.collectives.handle import Record, start
 from interlace.collectives.ordered import add_in_order, ordered_sum
@@ -123,3 +124,8 @@ def test_a_transfer_that_fails_is_named() -> None:
     with pytest.raises(RuntimeError, match="timed out") as caught:
         handle.wait()
     assert caught.value.__notes__[0].startswith('"collect head" along dp needs all its ranks')
+
+
+@pytest.mark.gpu2
+def test_two_gpus_add_up_as_in_rank_order() -> None:
+    assert launch.run_local(f"{RANKS}:pairs", 2, {}, device="cuda", timeout=110.0) == [16, 16]

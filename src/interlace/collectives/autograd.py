@@ -42,13 +42,23 @@ def start_gather(x_nD: Tensor, group: Group, count: int, name: str = "gather") -
     return Handle(lambda: moved.wait().view(count, width))
 
 
-def start_scatter(x_ND: Tensor, group: Group, name: str = "scatter") -> Handle[Tensor]:
-    """This rank's part of a sum [.. D] -> its rows of the whole sum, [n D]."""
+def start_scatter(x_ND: Tensor, group: Group, name: str = "scatter", out: Tensor | None = None) -> Handle[Tensor]:
+    """This rank's part of a sum [.. D] -> its rows of the whole sum, [n D], in `out` if there is one."""
     width = x_ND.shape[-1]
     flat = x_ND.contiguous().view(-1)
     sizes = [rows * width for rows in balanced(flat.numel() // width, group.size)]
-    moved = reduce_scatter(flat, group, sizes=sizes, out=_sum_of(flat, sizes[group.rank], group), name=name)
-    return Handle(lambda: moved.wait().view(-1, width).to(x_ND.dtype))
+    total = _sum_of(flat, sizes[group.rank], group)
+    if total is None and out is not None and out.is_contiguous():
+        total = out.view(-1)
+    moved = reduce_scatter(flat, group, sizes=sizes, out=total, name=name)
+
+    def rows() -> Tensor:
+        found = moved.wait().view(-1, width)
+        if out is None:
+            return found.to(x_ND.dtype)
+        return out if found.data_ptr() == out.data_ptr() else out.copy_(found)
+
+    return Handle(rows)
 
 
 def start_reduce(x: Tensor, group: Group, name: str = "reduce") -> Handle[Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from interlace.collectives.handle import FOLDED, Meter
 from interlace.errors import InterlaceError
 from interlace.mesh import Mesh
+from interlace.streams import current
 
 
 class Group:
@@ -40,6 +41,7 @@ class Group:
         self.axis, self.ranks, self.rank = axis, ranks, rank
         self.device, self.meter, self.stream = device, meter, stream
         self._process_group = None if process_group is None else weakref.ref(process_group)
+        self._in_order: dict[int, Group] = {}
 
     @property
     def size(self) -> int:
@@ -49,6 +51,17 @@ class Group:
         """Another group, the same but for `changes`."""
         names = ("axis", "ranks", "rank", "device", "meter", "process_group", "stream")
         return Group(**{name: getattr(self, name) for name in names} | changes)
+
+    def in_order(self) -> Group:
+        """The same ranks, whose transfers run on the stream that is current now: nothing runs beside them, and no
+        stream waits for another.  Itself on a CPU."""
+        if self.stream is None:
+            return self
+        stream = current(self.device)
+        found = self._in_order.get(stream.cuda_stream)
+        if found is None:
+            found = self._in_order[stream.cuda_stream] = self.like(stream=stream)
+        return found
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -24,6 +24,9 @@ from interlace.collectives.window import Window
 from interlace.layout import split
 from interlace.streams import On
 
+# As of `all_gather_single` in ops.py.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # (own part [count], parts [ranks, count], own rank, target, scale) -> target, the sum in the order of ranks; the row of
 # the own rank among the parts is not there.
 Add = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, float], torch.Tensor]
@@ -59,6 +62,8 @@ def reduce_scatter(
         target.copy_(flat)
         return Handle.done(target.mul_(scale) if scale != 1.0 else target)
     wire = wire or flat.dtype
+    if _is_pair(group, flat, target, wire) and sizes[0] == sizes[1] and window is None:
+        return _part_of_a_pair(flat, group, target, scale, name)
     travelling = flat if wire == flat.dtype else torch.empty_like(flat, dtype=wire)
     received = travelling.new_empty(count * group.size)
     got = received.view(group.size, count)
@@ -146,18 +151,40 @@ def all_reduce(
             reduce_scatter(flat, group, out=out, scale=scale) if out is not flat or scale != 1.0 else Handle.done(flat)
         )
     sizes = balanced(flat.numel(), group.size)
-    if group.size == 2 and group.stream is not None and out.dtype == flat.dtype == (wire or flat.dtype):
+    if _is_pair(group, flat, out, wire or flat.dtype):
         return _of_a_pair(flat, group, sizes, out, scale, name)
     own = out.split(sizes)[group.rank]
     first = reduce_scatter(flat, group, sizes=sizes, out=own, wire=wire, scale=scale, name=name)
     return then(first, group, lambda: all_gather(own, group, sizes=sizes, out=out, name=name))
 
 
+def _is_pair(group: Group, flat: torch.Tensor, out: torch.Tensor, wire: torch.dtype) -> bool:
+    """Whether the library's own sum will do: that of two numbers, rounded once, has the same bits in either order."""
+    return group.size == 2 and group.stream is not None and flat.dtype == out.dtype == wire
+
+
+def _part_of_a_pair(
+    flat: torch.Tensor, group: Group, target: torch.Tensor, scale: float, name: str
+) -> Handle[torch.Tensor]:
+    process_group = group.process_group
+    assert process_group is not None
+    nbytes = target.numel() * flat.element_size()
+    group.meter.count("reduce_scatter", group.axis, nbytes)
+
+    def launch() -> Sequence[Work]:
+        _reduce_scatter_single(target, flat, group=process_group)  # on the transfer's stream, which is current
+        return []
+
+    def finish() -> torch.Tensor:
+        return target.mul_(scale) if scale != 1.0 else target
+
+    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)
+
+
 def _of_a_pair(
     flat: torch.Tensor, group: Group, sizes: Sequence[int], out: torch.Tensor, scale: float, name: str
 ) -> Handle[torch.Tensor]:
-    """The library's own: the sum of two numbers, rounded once, has the same bits in either order, and half the launches
-    of two halves."""
+    """Both halves in one launch."""
     item, process_group = flat.element_size(), group.process_group
     assert process_group is not None
     own, rest = sizes[group.rank] * item, sizes[1 - group.rank] * item

@@ -1,6 +1,6 @@
 """All rows times a weight, while the rows still travel: out_i = all_gather(x) @ weight_i.T + bias_i.
 
-    plain        the library's all-gather; the own rows are multiplied while it runs
+    plain        the library's all-gather, then the product; of a long one the own rows are multiplied meanwhile
     chunks       copy engines push; the library's product of each chunk as it lands
     chained      the same in slices of K, added up in fp32: every product has all the peers' rows
     persistent   copy engines push; one Triton product that begins with the own rows and waits for each chunk
@@ -26,7 +26,7 @@ from torch import Tensor
 from interlace.collectives import Group, all_gather, balanced
 from interlace.kernels import workspace
 from interlace.kernels.arrival import SLOT, Arrival, Chunks, Slices
-from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
+from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.gather_matmul import fill
 from interlace.kernels.tile import (
     DTYPES,
@@ -76,6 +76,10 @@ def plain(
     whole = x_mK.new_empty(count, K) if gathered is None else gathered
     sizes = [rows * K for rows in balanced(count, group.size)]
     own = x_mK.contiguous().view(-1)
+    if not pays_to_cut(2.0 * x_mK.numel() * sum(len(weight) for weight in weights), x_mK.device):
+        all_gather(own, group.in_order(), sizes=sizes, out=whole.view(-1), name="gather for matmul").wait()
+        fill(whole, weights, biases, out, 0, count)
+        return
     arriving = all_gather(own, group, sizes=sizes, out=whole.view(-1), name="gather for matmul")
     fill(x_mK, weights, biases, out, start, stop)
     arriving.wait()

@@ -6,7 +6,7 @@ Every candidate equals, with `wire` the rounding to the type that travels,
 
 so results repeat bit for bit.  What travels is of the input's type, as with NCCL; with "push" it is fp32.
 
-    plain     one rank's rows after the other by the library's product; each part travels by the collectives meanwhile
+    plain     the library's product, then the collectives; of a long one one rank's rows travel while others are made
     chunks    the same with copy engines, which take no multiprocessor from the product
     chained   for 2 ranks: the library adds the own product to what has arrived, and rounds once
     tiles     one kernel: a tile goes to its owner while the next one is computed; own rows last
@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from interlace.collectives import Group
-from interlace.collectives.autograd import start_parts
+from interlace.collectives.autograd import start_parts, start_scatter
 from interlace.collectives.ordered import balanced, reduce_scatter
 from interlace.kernels import workspace
-from interlace.kernels.candidate import Candidate, Options, Problem, Tile, register
+from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.ordered_rows import sum_rows
 from interlace.kernels.ordered_tiles import (
     FEW,
@@ -297,6 +297,9 @@ def _plain(
     options: Options = NO_OPTIONS,
 ) -> None:
     (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
+    if bias_N is None and not pays_to_cut(2.0 * x_MK.numel() * N / group.size, x_MK.device):
+        start_scatter(torch.mm(x_MK, weight_NK.t()), group.in_order(), "scatter", out_nN).wait()
+        return
     if bias_N is None:
         rows = [slice(*split(M, group.size, rank)) for rank in range(group.size)]
 
