@@ -329,8 +329,12 @@ def ranks(world: Any, given: dict[str, Any]) -> list[dict[str, Any]]:
         if found and given["budget"] and float(flag) > given["budget"]:
             break
         start = time.monotonic()
+        world.status(operation=f"row {number}")
         bench = Bench(world, row, given)
         found.append(bench.measure(given["rounds"], given["variants"]))
+        if world.rank == 0:
+            join(Path(given["out"]), found[-1:], where(), given["command"])
+            print(f"{row.name}: {time.monotonic() - start:.0f} s", flush=True)
         workspace.release(bench.group)
         del bench
         if world.device.type == "cuda":
@@ -406,14 +410,14 @@ def layer_table(name: str, record: dict[str, Any]) -> list[str]:
     return lines
 
 
-def join(path: Path, found: list[dict[str, Any]], where: str) -> None:
+def join(path: Path, found: list[dict[str, Any]], where: str, command: str) -> None:
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for record in found:
         name = record["row"]["name"]
         before = records.get(name, {"samples": {}, "apart": {}})
         for key in ("samples", "apart"):  # of another run's variants
             record[key] = {**before[key], **record[key]}
-        records[name] = {**record, "where": where, "command": " ".join(["python", *sys.argv])}
+        records[name] = {**record, "where": where, "command": command}
     path.write_text(json.dumps(records) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text("\n".join(report(records)) + "\n", encoding="utf-8")
 
@@ -434,7 +438,13 @@ def main() -> None:
     first, _, last = options.rows.partition(":")
     numbers = list(range(len(every)))[int(first or 0) : int(last) if last else None]
     given = {key: getattr(options, key) for key in ("budget", "rounds", "movers", "piece", "smoke")}
-    given |= {"numbers": numbers, "variants": options.variants.split(",")}
+    path = options.out or Path("expert_parallel.json")
+    given |= {
+        "out": str(path),
+        "command": " ".join(["python", *sys.argv]),
+        "numbers": numbers,
+        "variants": options.variants.split(","),
+    }
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"
     os.environ.update(QUIET)
@@ -446,9 +456,8 @@ def main() -> None:
     found = launch.run_local("expert_parallel:ranks", options.nproc, {"given": given}, device=device, timeout=300.0)[0]
     print("\n".join(record["left out"] for record in found if "left out" in record) or "", end="\n" * (not found))
     found = [record for record in found if "row" in record]
-    path = options.out or Path("expert_parallel.json")
-    join(path, found, where())
-    print(path.with_suffix(".md").read_text(encoding="utf-8"))
+    if found:
+        print(path.with_suffix(".md").read_text(encoding="utf-8"))
     left = numbers[len(found) :]
     if left:
         print(f"left: rows {left}; go on with --rows {left[0]}:{left[-1] + 1}")

@@ -109,7 +109,10 @@ def chains(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [chain(world, **job) for job in jobs]
 
 
-def chain(world: World, table: str, name: str, chunks: int, shapes: list[tuple[int, int]]) -> dict[str, Any]:
+def chain(
+    world: World, table: str, name: str, chunks: int, shapes: list[tuple[int, int]], loads: bool = False
+) -> dict[str, Any]:
+    """loads: what passes between stages goes through the host, as in first steps on GPUs."""
     plain = parse_csv(table) if table else generate(name, world.size, len(shapes), chunks)
     lowered, meter = lower(plain), Meter()
     inputs, last = given(shapes), lowered.stages - 1
@@ -129,7 +132,7 @@ def chain(world: World, table: str, name: str, chunks: int, shapes: list[tuple[i
     works = {stage: work(stage) for stage in parts}
     pipeline = Pipeline(lowered, world.rank, lines_of(world, lowered, meter), CPU, meter)
     counter = FlopCounterMode(display=False)
-    with counter:
+    with counter, mock.patch.object(pipeline, "_loads", return_value=loads):
         pipeline.run(works, [(*shape, FEATURES) for shape in shapes], torch.float32)
     reference, loss = serially(lowered.stages, inputs)
     error = 0.0
@@ -147,6 +150,7 @@ def chain(world: World, table: str, name: str, chunks: int, shapes: list[tuple[i
         "flops": counter.get_total_flops(),
         "loss": sum(losses) / loss,
         "sent": meter.sent["send", "pp"],
+        "timed": len(record.transfers),
     }
 
 

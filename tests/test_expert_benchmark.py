@@ -48,13 +48,13 @@ def test_results_join_and_say_which_targets_hold(tmp_path: Path) -> None:
     def record(row: Any, **samples: list[list[float]]) -> dict[str, Any]:
         return {"row": asdict(row), "apart": dict.fromkeys(samples, 0.0), "samples": samples, "wire": 16e6}
 
-    module.join(out, [record(module.ROWS[0], ours=[[59.0, 66.0, 50.0], [58.0, 70.0, 50.0]])], "here")
+    module.join(out, [record(module.ROWS[0], ours=[[59.0, 66.0, 50.0], [58.0, 70.0, 50.0]])], "here", "python")
     torch_rows = record(module.ROWS[0], torch=[[100.0, 120.0]])
     torch_rows["apart"]["other"] = 0.5
     layer = record(
         module.ROWS[2], overlapped=[[1e3, 2e3]], apart=[[1.5e3, 2.4e3]], exchange=[[5e2, 5e2]], torch=[[3e3, 3e3]]
     )
-    module.join(out, [torch_rows, layer], "there")
+    module.join(out, [torch_rows, layer], "there", "python")
     said = out.with_suffix(".md").read_text(encoding="utf-8")
     assert "| ours | 58.50 (58.00-59.00) | 274 | 68.00 (66.00-70.00) | 235 | 50.00 (50.00-50.00) |" in said
     assert "| torch | 100.00 (100.00-100.00) | 160 | 120.00 (120.00-120.00) | 133 | - |" in said

@@ -311,6 +311,8 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     """Wait until every rank is there (`arrival` seconds at most), then open the process group."""
     cuda = device.type == "cuda"
     if cuda:
+        # Read when CUDA starts.  Streams beyond the queues share them, and one that waits holds up its neighbours.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
     world = World(place.rank, place.size, place.local_rank, device, store, timeout, status)
     store.set_timeout(timedelta(seconds=timeout))

@@ -39,6 +39,15 @@ def test_every_table_gives_the_numbers_of_one_process(run_ranks: Run) -> None:
     assert len(flops) < len(jobs)
 
 
+def test_first_steps_on_gpus_send_the_same_through_the_host(run_ranks: Run) -> None:
+    jobs = [job(name, 3) | {"loads": loads} for name in ("1f1b", "zbv") for loads in (False, True)]
+    for plain, through in [
+        found[at : at + 2] for found in run_ranks(f"{RANKS}:chains", 2, {"jobs": jobs}) for at in (0, 2)
+    ]:
+        assert {**through, "timed": 0} == {**plain, "timed": 0}
+        assert (plain["timed"] > 0, through["timed"]) == (True, 0)
+
+
 TRANSFER = 0.001  # through gloo, between processes that sleep on a busy machine
 
 

@@ -4,6 +4,11 @@ Equals `torch.distributed.isend` and `irecv`.  What a line carries arrives in th
 other side posts its receives in that order, early, into buffers whose shapes it knows; nothing is agreed on before.  A
 direction has its own process group, because on NCCL the transfers of one run one after another, and a send that waits
 for its peer would hold up what comes the other way (on gloo it costs two sockets).
+
+`through_host` sends by way of the host's memory, with gloo.  NCCL's kernels spin on the device until the other side
+comes, and CUDA loads a kernel at its first launch, which waits for those that run: ranks with different work to do
+would each wait for the other's (on two H200s every pipeline did, in its first step).  So what may launch a kernel for
+the first time keeps none spinning.
 """
 
 from __future__ import annotations
@@ -60,11 +65,13 @@ class Sending:
         self._handle.wait()
 
 
-def send(tensor: torch.Tensor, line: Group, *, name: str) -> Sending:
+def send(tensor: torch.Tensor, line: Group, *, name: str, through_host: bool = False) -> Sending:
     """Starts sending a contiguous tensor down the line."""
     assert line.rank == 0 and line.process_group is not None and tensor.is_contiguous()
     nbytes = tensor.numel() * tensor.element_size()
     line.meter.count("send", line.axis, nbytes)
+    if through_host:
+        tensor, line = tensor.cpu(), _on_host(line)
     works: list[dist.Work] = []
 
     def launch() -> list[dist.Work]:
@@ -78,9 +85,14 @@ def send(tensor: torch.Tensor, line: Group, *, name: str) -> Sending:
     return Sending(tensor, handle, works[0])
 
 
-def receive(shape: Sequence[int], dtype: torch.dtype, line: Group, *, name: str) -> Handle[torch.Tensor]:
-    """Starts receiving the next tensor of the line, which has this shape and dtype."""
+def receive(
+    shape: Sequence[int], dtype: torch.dtype, line: Group, *, name: str, through_host: bool = False
+) -> Handle[torch.Tensor]:
+    """Starts receiving the next tensor of the line, which has this shape and dtype, and is sent in the same way."""
     assert line.rank == 1 and line.process_group is not None
+    if through_host:
+        coming, device = receive(shape, dtype, _on_host(line), name=name), line.device
+        return Handle(lambda: coming.wait().to(device))
     tensor = torch.empty(tuple(shape), dtype=dtype, device=line.device)
 
     def launch() -> list[dist.Work]:
@@ -90,3 +102,13 @@ def receive(shape: Sequence[int], dtype: torch.dtype, line: Group, *, name: str)
 
     peer = f" from rank {line.ranks[0]}"
     return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer)
+
+
+def has_host(line: Group) -> bool:
+    """Whether the line's process group carries tensors of the host too."""
+    return "cpu:" in dist.get_backend_config(line.process_group)
+
+
+def _on_host(line: Group) -> Group:
+    """The same line, for tensors of the host; nothing is timed, since its clock is not the device's."""
+    return line.like(device=torch.device("cpu"), stream=None, meter=Meter(line.meter.waiting, record=False))

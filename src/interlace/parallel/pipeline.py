@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from interlace.collectives import Handle, Lines, Meter, Sending, receive, send
+from interlace.collectives.lines import has_host
 from interlace.parallel.split import Switch, Tape
 from interlace.schedule import Action, Kind, Table, validate
 from interlace.schedule.lower import receive_of, send_of
 from interlace.schedule.table import RECEIVES, SENDS, ZERO
+
+LOADING = 2  # steps of new shapes: forward and backward come with the first, the optimizer's update with the second
 
 
 class Work(Protocol):
@@ -62,6 +65,7 @@ class Pipeline:
         self.peaks = validate(table)
         self.row = table.rows[rank]
         self.last = table.stages - 1
+        self._runs: Counter[tuple[tuple[int, ...], ...]] = Counter()
 
     def run(
         self,
@@ -76,14 +80,21 @@ class Pipeline:
         they are whole all the time, and nothing is to be reduced.
         """
         assert len(shapes) == self.table.micro_batches, (len(shapes), self.table.micro_batches)
-        step = _Step(self, works, shapes, dtype, weights)
+        step = _Step(self, works, shapes, dtype, weights, self._loads(shapes))
         for action in self.row:
             step.do(action)
         step.end()
 
+    def _loads(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether kernels may be launched for the first time, the same on every rank; see `collectives.lines`."""
+        key = tuple(tuple(shape) for shape in shapes)
+        self._runs[key] += 1
+        is_early = self.device.type == "cuda" and self._runs[key] <= LOADING
+        return is_early and all(has_host(line) for line in self.lines.values())
+
 
 class _Step:
-    """The values under way in one step."""
+    """The values under way in one step.  loads: see `Pipeline._loads`."""
 
     def __init__(
         self,
@@ -92,8 +103,10 @@ class _Step:
         shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         weights: Weights | None,
+        loads: bool,
     ) -> None:
         self.pipeline, self.works, self.shapes, self.dtype, self.weights = pipeline, works, shapes, dtype, weights
+        self.loads = loads
         self.made: dict[Action, Tensor] = {}  # by send: results for other stages, those of the same rank too
         self.coming: dict[Action, Handle[Tensor]] = {}
         self.going: dict[Action, Sending] = {}
@@ -103,12 +116,13 @@ class _Step:
         if action.is_compute:
             self._compute(action)
         elif action.kind in SENDS:
-            self.going[action] = send(self.made.pop(action), self._line(action, action.other), name=str(action))
+            made, line = self.made.pop(action), self._line(action, action.other)
+            self.going[action] = send(made, line, name=str(action), through_host=self.loads)
         elif action.kind in RECEIVES:
             assert action.micro_batch is not None
             shape = self.shapes[action.micro_batch]
             line = self._line(action.other, action)
-            self.coming[action] = receive(shape, self.dtype, line, name=str(action))
+            self.coming[action] = receive(shape, self.dtype, line, name=str(action), through_host=self.loads)
         elif action.kind in ZERO and self.weights is not None:
             if action.kind is Kind.UNSHARD:
                 self.weights.unshard(action.stage)
