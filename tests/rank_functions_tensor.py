@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -106,9 +106,11 @@ def _everyone(world: World, value: Any) -> list[Any]:
     return found
 
 
-def products(world: World) -> None:
-    """Both seams against plain products, with biases, several weights, odd rows, and overlap on and off."""
+def products(world: World, traced: bool = False) -> None:
+    """Both seams against plain products, with biases, several weights, odd rows, rows kept or gathered again, overlap
+    on and off, x or the weights without gradients; and the same as operators of a graph, in as many transfers."""
     group = tensor_group(world)
+    call = _traced if traced else (lambda function, *arguments: function(*arguments))
     count, D, sizes = 7, 5, (6, 4, 9)
     low, high = split(count, world.size, world.rank)
     x = seeded(count, D).requires_grad_()
@@ -117,37 +119,65 @@ def products(world: World) -> None:
     targets = [seeded(count, n, seed=30 + n) for n in sizes]
     sum((F.linear(x, w, b) * t).sum() for w, b, t in zip(whole_w, whole_b, targets, strict=True)).backward()
     places = [split(n, world.size, world.rank) for n in sizes]
-    for overlap in (True, False):
-        for rows in (count, None):
-            part = (x if rows is None else x[low:high]).detach().clone().requires_grad_()
-            w = [whole.detach()[a:b].clone().requires_grad_() for whole, (a, b) in zip(whole_w, places, strict=True)]
-            b = [None if bias is None else bias.detach()[c:d].clone().requires_grad_()
-                 for bias, (c, d) in zip(whole_b, places, strict=True)]  # fmt: skip
-            made = gather_matmul(part, w, b, group, rows, overlap)
-            for y, whole, bias, (c, d) in zip(made, whole_w, whole_b, places, strict=True):
-                close(y, F.linear(x, whole, bias)[:, c:d].detach(), "gather_matmul")
-            sum((y * t[:, c:d]).sum() for y, t, (c, d) in zip(made, targets, places, strict=True)).backward()
+    for overlap, rows, keep, wants_x, wants in (
+        (True, count, True, True, True),
+        (True, count, False, True, True),
+        (True, count, True, False, True),
+        (True, count, True, True, False),
+        (True, None, True, True, True),
+        (False, count, True, True, True),
+        (False, count, False, True, False),
+        (False, None, True, True, True),
+    ):
+        part = (x if rows is None else x[low:high]).detach().clone().requires_grad_(wants_x)
+        w = [whole.detach()[a:b].clone().requires_grad_(wants) for whole, (a, b) in zip(whole_w, places, strict=True)]
+        b = [None if bias is None else bias.detach()[c:d].clone().requires_grad_(wants)
+             for bias, (c, d) in zip(whole_b, places, strict=True)]  # fmt: skip
+        group.meter.reset_counts()
+        made = call(gather_matmul, part, w, b, group, rows, overlap, keep)
+        for y, whole, bias, (c, d) in zip(made, whole_w, whole_b, places, strict=True):
+            close(y, F.linear(x, whole, bias)[:, c:d].detach(), "gather_matmul")
+        sum((y * t[:, c:d]).sum() for y, t, (c, d) in zip(made, targets, places, strict=True)).backward()
+        again = overlap and rows is not None and not keep and wants
+        gathers, reduces = (0, 0) if rows is None else (1 + again, 0 + wants_x)
+        calls = group.meter.calls
+        assert calls["all_gather", "tp"] == gathers + (rows is None), (calls, overlap, rows, keep)
+        assert calls["reduce_scatter", "tp"] == reduces + (rows is None), (calls, overlap, rows, keep)
+        assert [each.grad is not None for each in (part, *w)] == [wants_x, *[wants] * len(w)]
+        if wants_x:
             close(part.grad, x.grad if rows is None else x.grad[low:high], "gradient of x")
-            for own, whole, (c, d) in zip(w, whole_w, places, strict=True):
-                close(own.grad, whole.grad[c:d], "gradient of a weight")
-            for own, whole, (c, d) in zip(b, whole_b, places, strict=True):
-                assert (own is None) == (whole is None)
-                if own is not None and whole is not None:
-                    close(own.grad, whole.grad[c:d], "gradient of a bias")
+        if not wants:
+            continue
+        for own, whole, (c, d) in zip(w, whole_w, places, strict=True):
+            close(own.grad, whole.grad[c:d], "gradient of a weight")
+        for own, whole, (c, d) in zip(b, whole_b, places, strict=True):
+            assert (own is None) == (whole is None)
+            if own is not None and whole is not None:
+                close(own.grad, whole.grad[c:d], "gradient of a bias")
     M = 9
     inner, weight = seeded(count, M).requires_grad_(), seeded(4, M, seed=1).requires_grad_()
     y = F.linear(inner, weight)
     (y * seeded(count, 4, seed=2)).sum().backward()
     c, d = split(M, world.size, world.rank)
-    beside = functools.partial(matmul_scatter, overlap=True)
-    for function in (matmul_scatter, beside, matmul_reduce):
+    for function, overlap in (
+        (matmul_scatter, False),
+        (matmul_scatter, True),
+        (matmul_reduce, False),
+        (matmul_reduce, True),
+    ):
         part, own = (t.detach()[:, c:d].clone().requires_grad_() for t in (inner, weight))
-        made = function(part, own, group)
+        made = call(function, part, own, group, overlap)
         rows = slice(None) if function is matmul_reduce else slice(low, high)
         close(made, y[rows].detach(), "matmul, then a sum")
         (made * seeded(count, 4, seed=2)[rows]).sum().backward()
         close(part.grad, inner.grad[:, c:d], "gradient of x")
         close(own.grad, weight.grad[:, c:d], "gradient of the weight")
+
+
+def _traced(function: Any, *arguments: Any) -> Any:
+    """The same in one graph of the compiler, without its slow back end."""
+    torch._dynamo.reset()
+    return torch.compile(lambda *given: function(*given), backend="aot_eager", fullgraph=True)(*arguments)
 
 
 def losses(world: World) -> None:
@@ -272,6 +302,50 @@ def _kinds(transfers: Any) -> list[int]:
     scatters = sum(name.startswith("scatter") for name in names)
     reduces = sum(name.startswith("reduce") for name in names)
     return [gathers, scatters, reduces // 2]  # an all-reduce is two transfers of one name
+
+
+def one_graph(world: World, backend: str) -> list[list[dict[str, int]]]:
+    """Compiled blocks without a break in their graph against plain ones: losses, gradients under SGD, bytes."""
+    odd = {"num_heads": 7, "num_kv_heads": 1, "qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    cfg = ModelConfig(**(CFG | odd))
+    told = []
+    for sequence, overlap, by, lengths in (
+        (True, "auto", backend, (13, 13)),
+        (True, "off", "aot_eager", (13,)),
+        (False, "auto", "aot_eager", (13, 6)),  # another length: sizes that are symbols
+    ):
+        pair = [_split_blocks(world, cfg, sequence, overlap) for _ in range(2)]
+        torch._dynamo.reset()
+        for block in pair[1][0].blocks:
+            block.forward = torch.compile(block.forward, backend=by, fullgraph=True)
+        for step, length in enumerate(lengths):
+            tokens, labels = tokens_of(3, length, 65, step)
+            losses, sent, gradients_of = [], [], []
+            for decoder, group in pair:
+                group.meter.reset_counts()
+                loss, _ = decoder.loss(tokens, labels)
+                loss.backward()
+                losses.append(loss.item())
+                sent.append({name: group.meter.sent[name, "tp"] for name in ("all_gather", "reduce_scatter")})
+                gradients_of.append({name: own.grad.clone() for name, own in decoder.named_parameters()})
+                with torch.no_grad():
+                    for own in decoder.parameters():
+                        own -= 1e-3 * own.grad
+                        own.grad = None
+            assert losses[1] == pytest.approx(losses[0], rel=1e-5), (sequence, overlap, step)
+            wrong = different(gradients_of[1].items(), gradients_of[0])
+            assert not wrong, (sequence, overlap, step, wrong)
+            told.append(sent)
+    return told
+
+
+def _split_blocks(world: World, cfg: ModelConfig, sequence: bool, overlap: str) -> tuple[Decoder, Group]:
+    groups = groups_of(world, f"tp={world.size}")
+    decoder = Decoder(cfg, device="cpu", dtype=torch.float32)
+    initialise(decoder, cfg, seed=0)
+    axis = Axis(groups["tp"], sequence, overlap)
+    split_decoder(decoder, spec.parameters(cfg), axis, holding(groups, "tp", 60.0))
+    return decoder, axis.group
 
 
 def heads(world: World) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from interlace.collectives import Group, Meter
+from interlace.collectives.groups import by_key
+from interlace.errors import InterlaceError
 
 Run = Callable[..., list[Any]]
 OURS, ROLES = "rank_functions_tensor", "rank_functions_roles"
@@ -17,6 +23,29 @@ def test_every_collective_is_the_dual_of_another(run_ranks: Run) -> None:
 
 def test_products_at_the_borders_of_a_layer(run_ranks: Run) -> None:
     run_ranks(f"{OURS}:products", 3)
+
+
+def test_the_same_products_as_operators_of_a_graph(run_ranks: Run) -> None:
+    run_ranks(f"{OURS}:products", 2, {"traced": True})
+
+
+def test_a_compiled_block_is_one_graph(run_ranks: Run) -> None:
+    """Seven heads over two ranks that share their key head, biases everywhere, 23 features, 39 rows and then 18."""
+    backend = "inductor" if shutil.which("g++") else "aot_eager"
+    for rank in run_ranks(f"{OURS}:one_graph", 2, {"backend": backend}, 110.0):
+        for plain, compiled in rank:
+            assert plain == compiled
+            assert plain["all_gather"] > 0
+
+
+def test_a_graph_outlives_its_group() -> None:
+    group = Group("tp", (0,), 0, torch.device("cpu"), Meter())
+    key = group.key
+    assert by_key(key) is group
+    assert group.like(rank=0).key != key
+    del group
+    with pytest.raises(InterlaceError, match=r"a compiled graph transfers along tp 0 of 1, \d+, a group that is gone"):
+        by_key(key)
 
 
 def test_loss_of_a_split_vocabulary(run_ranks: Run) -> None:

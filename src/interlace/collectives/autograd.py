@@ -15,6 +15,9 @@ result: ranks that each do a part of the work (their gradients add up), or all o
 Splits are balanced, nothing has to divide.
 
 `start_gather`, `start_scatter`, `start_reduce` are the transfers alone, as `Handle`s, for products that run meanwhile.
+
+`scatter` and `reduce` stay in the graph where the compiler traces them (`operator.py`); the others end it, since two
+gathers of one layer's experts would have no order there.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from torch.autograd.function import once_differentiable
 
 from interlace.collectives.groups import Group
 from interlace.collectives.handle import Handle
+from interlace.collectives.operator import Operator, entry
 from interlace.collectives.ops import all_gather, all_to_all
 from interlace.collectives.ordered import all_reduce, balanced, ordered_sum, pass_on, reduce_scatter, then
+from interlace.layout import split
 
 # --- transfers -------------------------------------------------------------------------------------------------------
 
@@ -122,7 +127,9 @@ def gather(x_nD: Tensor, group: Group, count: int) -> Tensor:
 
 def scatter(x_ND: Tensor, group: Group) -> Tensor:
     """This rank's rows of the sum over ranks: [.. D] -> [n D]."""
-    return _Scatter.apply(x_ND, group)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.compiler.is_compiling():
+        return _TRACED_SCATTER(group.key, x_ND)  # type: ignore[no-any-return]
+    return _Scatter.apply(x_ND, group, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
@@ -132,7 +139,9 @@ def copy(x: Tensor, group: Group) -> Tensor:
 
 def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over ranks, which every rank then uses alike: any shape."""
-    return _Reduce.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.compiler.is_compiling():
+        return _TRACED_REDUCE(group.key, x)  # type: ignore[no-any-return]
+    return _Reduce.apply(x, group, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def whole(x_nD: Tensor, group: Group, count: int) -> Tensor:
@@ -164,16 +173,46 @@ class _Gather(torch.autograd.Function):
         return start_scatter(grad, ctx.group).wait().view(ctx.shape), None, None
 
 
+def _gathered(group: Group, x_nD: Tensor, count: int) -> Tensor:
+    made = start_gather(x_nD, group, count).wait()
+    return made if group.size > 1 else made.clone()
+
+
+def _scattered(group: Group, x_ND: Tensor) -> Tensor:
+    made = start_scatter(x_ND, group).wait()
+    return made if group.size > 1 else made.clone()
+
+
+def _reduced(group: Group, x: Tensor) -> Tensor:
+    return start_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+
+
+def _like_scattered(group: Group, x_ND: Tensor) -> Tensor:
+    start, stop = split(x_ND.shape[:-1].numel(), group.size, group.rank)
+    return x_ND.new_empty(stop - start, x_ND.shape[-1])
+
+
+GATHERED = Operator(
+    "gathered(Tensor x, SymInt count) -> Tensor",
+    _gathered,
+    lambda group, x_nD, count: x_nD.new_empty(count, x_nD.shape[-1]),
+)
+SCATTERED = Operator("scattered(Tensor x) -> Tensor", _scattered, _like_scattered)
+REDUCED = Operator("reduced(Tensor x) -> Tensor", _reduced, lambda group, x: x.new_empty(x.shape))
+
+
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.shape = group, x.shape
-        return start_scatter(x, group).wait()
+    def forward(ctx: Any, x: Tensor, group: Group, traced: bool) -> Tensor:
+        ctx.group, ctx.traced, ctx.shape = group, traced, x.shape
+        made: Tensor = SCATTERED(group, traced, x)
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return start_gather(grad, ctx.group, ctx.shape[:-1].numel()).wait().view(ctx.shape), None
+        whole: Tensor = GATHERED(ctx.group, ctx.traced, grad, ctx.shape[:-1].numel())
+        return whole.view(ctx.shape), None, None
 
 
 class _Copy(torch.autograd.Function):
@@ -190,13 +229,18 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return start_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+    def forward(ctx: Any, x: Tensor, group: Group, traced: bool) -> Tensor:
+        made: Tensor = REDUCED(group, traced, x)
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None
+        return grad, None, None
+
+
+_TRACED_SCATTER = entry("scatter(Tensor x) -> Tensor", lambda group, x: _Scatter.apply(x, group, True))  # type: ignore[no-untyped-call]
+_TRACED_REDUCE = entry("reduce(Tensor x) -> Tensor", lambda group, x: _Reduce.apply(x, group, True))  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,12 +17,17 @@ from interlace.errors import InterlaceError
 from interlace.mesh import Mesh
 from interlace.streams import current
 
+_NUMBERS = itertools.count()
+_BY_KEY: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
+
 
 class Group:
     """The ranks along one axis through this rank.
 
     `ranks` in axis order, `rank` this rank's place among them.  `process_group` is None for a group of one, for which
-    every collective is the identity.  `stream` is the side stream transfers run on (None on a CPU).
+    every collective is the identity.  `stream` is the side stream transfers run on (None on a CPU).  `key` names it in
+    compiled graphs (`by_key`) and tells its size and rank, by which shapes differ: graphs that other processes have
+    compiled are found again on disk by what stands in them.
 
     PyTorch alone keeps the process group alive, so that leaving the world ends its threads whoever still holds this
     object: gloo's would otherwise give back tensors while the interpreter ends, which aborts the process
@@ -40,6 +46,8 @@ class Group:
     ) -> None:
         self.axis, self.ranks, self.rank = axis, ranks, rank
         self.device, self.meter, self.stream = device, meter, stream
+        self.key = f"{axis} {rank} of {len(ranks)}, {next(_NUMBERS)}"
+        _BY_KEY[self.key] = self
         self._process_group = None if process_group is None else weakref.ref(process_group)
         self._in_order: dict[int, Group] = {}
 
@@ -71,6 +79,16 @@ class Group:
         if found is None:
             raise InterlaceError(f"the process group of axis {self.axis} is gone: this process has left its world")
         return found
+
+
+def by_key(key: str) -> Group:
+    """The group of this process that has the key, while somebody holds it."""
+    found = _BY_KEY.get(key)
+    if found is None:
+        raise InterlaceError(
+            f"a compiled graph transfers along {key}, a group that is gone; compile again in this world"
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ only the own ones are, and the others travel again while the gradient of x is co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
+from interlace.collectives.operator import Operator, entry
 from interlace.kernels.candidate import Problem, pick
 from interlace.layout import split
 
 
-@torch.compiler.disable
 def gather_matmul(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -53,65 +54,177 @@ def gather_matmul(
     keeps = keep and torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     columns = sum(len(weight) for weight in weights) * group.size if columns is None else columns
     policy = policy if overlap else "off"
-    made = _GatherMatmul.apply(x, group, count, policy, keeps, columns, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        made: list[Tensor] = _TRACED(group.key, x, list(weights), list(biases), count, policy, keeps, columns)
+        return made
+    return _apply(group, x, weights, biases, count, policy, keeps, columns, traced=False)
+
+
+def _apply(
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    count: int | None,
+    policy: str,
+    keeps: bool,
+    columns: int,
+    traced: bool = True,
+) -> list[Tensor]:
+    way = _Way(group, count, policy, keeps, columns, traced)
+    made = _GatherMatmul.apply(x, way, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
     return list(made)
+
+
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """How one product is done, the same in both directions."""
+
+    group: Group
+    count: int | None
+    policy: str
+    keeps: bool
+    columns: int
+    traced: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether backward finds all rows without a second gather."""
+        return self.count is None or self.keeps or self.policy == "off"
 
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: Group,
-        count: int | None,
-        policy: str,
-        keeps: bool,
-        columns: int,
-        number: int,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, way: _Way, number: int, *parameters: Tensor) -> tuple[Tensor, ...]:
         weights, biases = parameters[:number], parameters[number:]
-        pairs = list(zip(weights, biases, strict=True))
-        ctx.group, ctx.count, ctx.policy, ctx.shape, ctx.columns = group, count, policy, x.shape, columns
-        ctx.is_whole = count is None or keeps or policy == "off"
-        x_rows = x.flatten(0, -2)
-        if count is None:
-            made = [_product(x_rows, *pair) for pair in pairs]
-        elif policy != "off":
-            x_rows, made = _beside(x, pairs, group, count, keeps, columns, policy)
-        else:
-            x_rows = start_gather(x, group, count, "gather for matmul").wait()
-            made = [_product(x_rows, *pair) for pair in pairs]
-        ctx.save_for_backward(x_rows, *weights)
-        shape = x.shape[:-1] if count is None else torch.Size((count,))
+        options = (way.count, way.policy, way.keeps, way.columns)
+        *made, x_rows = _PRODUCTS(way.group, way.traced, x, list(weights), list(biases), *options)
+        ctx.way, ctx.shape = way, x.shape
+        is_made = _holds_whole(way.group, way.count, way.policy, way.keeps)
+        ctx.save_for_backward(x_rows if is_made else x.flatten(0, -2), *weights)
+        shape = x.shape[:-1] if way.count is None else torch.Size((way.count,))
         return tuple(y_NM.view(*shape, y_NM.shape[-1]) for y_NM in made)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_rows, *weights = ctx.saved_tensors
-        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
-        flat = [grad.flatten(0, -2) for grad in grads]
-        whole: Handle[Tensor] = Handle.done(x_rows)
-        if not ctx.is_whole and any(wants[: len(flat)]):
-            whole = start_gather(x_rows, ctx.group, ctx.count, "gather again")
-        arriving = _gradient(ctx, flat, weights) if wants_x else None
-        if arriving is not None and ctx.policy == "off":
-            arriving.wait()
-        dweights = [grad.t() @ whole.wait() if wanted else None for grad, wanted in zip(flat, wants, strict=False)]
-        dbiases = [grad.sum(0) if wanted else None for grad, wanted in zip(flat, wants[len(flat) :], strict=True)]
-        dx = None if arriving is None else arriving.wait().view(ctx.shape)
-        return dx, *[None] * 6, *dweights, *dbiases
+        way, flat = ctx.way, [grad.flatten(0, -2) for grad in grads]
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        options = (way.count, way.policy, way.is_whole, way.columns)
+        made = iter(_GRADIENTS(way.group, way.traced, flat, x_rows, weights, wanted, *options))
+        dx, *others = (next(made) if each else None for each in wanted)
+        return None if dx is None else dx.view(ctx.shape), None, None, *others
 
 
-def _gradient(ctx: Any, flat: Sequence[Tensor], weights: Sequence[Tensor]) -> Handle[Tensor]:
+def _products(
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    count: int | None,
+    policy: str,
+    keeps: bool,
+    columns: int,
+) -> list[Tensor]:
+    """The products [N M], and the rows that backward needs; none of them where those are x's own."""
+    pairs = list(zip(weights, biases, strict=True))
+    x_rows = x.flatten(0, -2)
+    if count is None:
+        return [*(_product(x_rows, *pair) for pair in pairs), x.new_empty(0)]
+    if policy != "off":
+        whole, made = _beside(x, pairs, group, count, keeps, columns, policy)
+    else:
+        whole = start_gather(x, group, count, "gather for matmul").wait()
+        made = [_product(whole, *pair) for pair in pairs]
+    return [*made, whole if _holds_whole(group, count, policy, keeps) else x.new_empty(0)]
+
+
+def _like_products(
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    count: int | None,
+    policy: str,
+    keeps: bool,
+    columns: int,
+) -> list[Tensor]:
+    rows = x.shape[:-1].numel() if count is None else count
+    made = [x.new_empty(rows, len(weight)) for weight in weights]
+    return [*made, x.new_empty(rows, x.shape[-1]) if _holds_whole(group, count, policy, keeps) else x.new_empty(0)]
+
+
+def _holds_whole(group: Group, count: int | None, policy: str, keeps: bool) -> bool:
+    """Whether forward makes rows that backward needs; a group of one has all in x."""
+    return count is not None and group.size > 1 and (keeps or policy == "off")
+
+
+def _gradients(
+    group: Group,
+    flat: Sequence[Tensor],
+    x_rows: Tensor,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    count: int | None,
+    policy: str,
+    is_whole: bool,
+    columns: int,
+) -> list[Tensor]:
+    """Those that are `wanted` of x [rows D], the weights and the biases, from those of the products."""
+    wants_x, wants, wants_bias = wanted[0], wanted[1 : 1 + len(flat)], wanted[1 + len(flat) :]
+    whole: Handle[Tensor] = Handle.done(x_rows)
+    if not is_whole and any(wants):
+        assert count is not None
+        whole = start_gather(x_rows, group, count, "gather again")
+    arriving = _gradient(group, flat, weights, count, policy, columns) if wants_x else None
+    if arriving is not None and policy == "off":
+        arriving.wait()
+    made = [grad.t() @ whole.wait() for grad, wanted in zip(flat, wants, strict=True) if wanted]
+    made += [grad.sum(0) for grad, wanted in zip(flat, wants_bias, strict=True) if wanted]
+    return made if arriving is None else [arriving.wait(), *made]
+
+
+def _like_gradients(
+    group: Group,
+    flat: Sequence[Tensor],
+    x_rows: Tensor,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    count: int | None,
+    policy: str,
+    is_whole: bool,
+    columns: int,
+) -> list[Tensor]:
+    wants_x, wants, wants_bias = wanted[0], wanted[1 : 1 + len(flat)], wanted[1 + len(flat) :]
+    made = [x_rows.new_empty(weight.shape) for weight, wanted in zip(weights, wants, strict=True) if wanted]
+    made += [grad.new_empty(grad.shape[1]) for grad, wanted in zip(flat, wants_bias, strict=True) if wanted]
+    if not wants_x:
+        return made
+    start, stop = (0, len(flat[0])) if count is None else split(count, group.size, group.rank)
+    return [x_rows.new_empty(stop - start, x_rows.shape[1]), *made]
+
+
+_OPTIONS = "SymInt? count, str policy, bool {}, int columns) -> Tensor[]"
+_FORWARD = "(Tensor x, Tensor[] weights, Tensor?[] biases, " + _OPTIONS.format("keeps")
+_PRODUCTS = Operator(f"gather_matmul_products{_FORWARD}", _products, _like_products)
+_GRADIENTS = Operator(
+    "gather_matmul_gradients(Tensor[] grads, Tensor x, Tensor[] weights, bool[] wanted, " + _OPTIONS.format("is_whole"),
+    _gradients,
+    _like_gradients,
+)
+_TRACED = entry(f"gather_matmul{_FORWARD}", _apply)
+
+
+def _gradient(
+    group: Group, flat: Sequence[Tensor], weights: Sequence[Tensor], count: int | None, policy: str, columns: int
+) -> Handle[Tensor]:
     """The gradient of x, on its way."""
-    group, count = ctx.group, ctx.count
-    if count is not None and ctx.policy != "off" and len(flat) == 1:
+    if count is not None and policy != "off" and len(flat) == 1:
         K = weights[0].shape[1]
-        inner = -(-ctx.columns // group.size)
+        inner = -(-columns // group.size)
         problem = Problem("matmul_reduce_scatter", count, K, inner, flat[0].dtype, group.size)
-        fused = pick(problem, group, ctx.policy)
+        fused = pick(problem, group, policy)
         if fused is not None:
             start, stop = split(count, group.size, group.rank)
             dx_nD = flat[0].new_empty(stop - start, K)

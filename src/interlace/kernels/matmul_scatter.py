@@ -12,6 +12,7 @@ are added in rank order, as everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, Handle
-from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts
+from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts, start_reduce
+from interlace.collectives.operator import Operator, entry
 from interlace.kernels.candidate import Candidate, Problem, pick
 from interlace.layout import split
 
 
-@torch.compiler.disable
 def matmul_scatter(
     x: Tensor, weight_NM: Tensor, group: Group, overlap: bool = False, inner: int | None = None, policy: str = "auto"
 ) -> Tensor:
@@ -34,21 +35,23 @@ def matmul_scatter(
     inner: M of all ranks together, so that ranks whose slices differ take the same way; None: no slices differ.
     policy: by which a candidate is chosen (`kernels.tune.lookup`).
     """
-    if overlap:
-        made: Tensor = _MatmulScatter.apply(x, weight_NM, group, inner, policy)  # type: ignore[no-untyped-call]
+    if overlap and torch.compiler.is_compiling():
+        made: Tensor = _TRACED_SCATTER(group.key, x, weight_NM, inner, policy)
         return made
+    if overlap:
+        return _apply_scatter(group, x, weight_NM, inner, policy, traced=False)
     return scatter(F.linear(x, weight_NM), group)
 
 
-@torch.compiler.disable
 def matmul_reduce(
     x: Tensor, weight_NM: Tensor, group: Group, overlap: bool = False, inner: int | None = None, policy: str = "auto"
 ) -> Tensor:
     """[.. M/tp] -> [.. N], the sum, on every rank.  inner, policy: see `matmul_scatter`."""
-    chosen = _choice("matmul_all_reduce", x, weight_NM, group, inner, policy) if overlap else None
-    if chosen is not None:
-        made: Tensor = _MatmulReduce.apply(x, weight_NM, group, chosen)  # type: ignore[no-untyped-call]
+    if overlap and torch.compiler.is_compiling():
+        made: Tensor = _TRACED_REDUCE(group.key, x, weight_NM, inner, policy)
         return made
+    if overlap and _choice("matmul_all_reduce", x, weight_NM, group, inner, policy) is not None:
+        return _apply_reduce(group, x, weight_NM, inner, policy, traced=False)
     return reduce(F.linear(x, weight_NM), group)
 
 
@@ -60,34 +63,75 @@ def _choice(op: str, x: Tensor, weight_NM: Tensor, group: Group, inner: int | No
     return pick(Problem(op, *sizes, x.dtype, group.size), group, policy)
 
 
+# --- rows of the sum -------------------------------------------------------------------------------------------------
+
+
+def _apply_scatter(
+    group: Group, x: Tensor, weight_NM: Tensor, inner: int | None, policy: str, traced: bool = True
+) -> Tensor:
+    made: Tensor = _MatmulScatter.apply(x, weight_NM, group, inner, policy, traced)  # type: ignore[no-untyped-call]
+    return made
+
+
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NM: Tensor, group: Group, inner: int | None, policy: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_NM: Tensor, group: Group, inner: int | None, policy: str, traced: bool
+    ) -> Tensor:
         x_RM = x.flatten(0, -2)
         ctx.save_for_backward(x_RM, weight_NM)
-        ctx.group, ctx.shape, ctx.inner, ctx.policy = group, x.shape, inner, policy
-        rows = [slice(*split(len(x_RM), group.size, rank)) for rank in range(group.size)]
-        shape = (rows[group.rank].stop - rows[group.rank].start, len(weight_NM))
-        chosen = _choice("matmul_reduce_scatter", x_RM, weight_NM, group, inner, policy)
-        if chosen is not None:
-            made_rN = x.new_empty(shape)
-            chosen(x_RM, weight_NM, None, group, made_rN)
-            return made_rN
-
-        def product(rank: int, out: Tensor | None) -> Tensor:
-            return torch.mm(x_RM[rows[rank]], weight_NM.t(), out=out)
-
-        return start_parts(product, shape, x.dtype, group, "scatter").wait()
+        ctx.group, ctx.traced, ctx.shape, ctx.way = group, traced, x.shape, (inner, policy)
+        made: Tensor = _ROWS(group, traced, x_RM, weight_NM, inner, policy)
+        return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rN: Tensor) -> tuple[Tensor | None, ...]:
-        x_RM, weight_NM = ctx.saved_tensors
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        way = (ctx.group, ctx.inner, ctx.policy)
-        dx_RM, grad_RN = _gather_product(grad_rN, x_RM, weight_NM, *way, wants_x)
-        dweight = grad_RN.t() @ x_RM if wants_weight else None
-        return dx_RM.view(ctx.shape) if wants_x else None, dweight, None, None, None
+        wanted = list(ctx.needs_input_grad[:2])
+        made = iter(_ROWS_GRADIENTS(ctx.group, ctx.traced, grad_rN, *ctx.saved_tensors, wanted, *ctx.way))
+        dx_RM, dweight = (next(made) if each else None for each in wanted)
+        return None if dx_RM is None else dx_RM.view(ctx.shape), dweight, None, None, None, None
+
+
+def _rows(group: Group, x_RM: Tensor, weight_NM: Tensor, inner: int | None, policy: str) -> Tensor:
+    rows = [slice(*split(len(x_RM), group.size, rank)) for rank in range(group.size)]
+    shape = (rows[group.rank].stop - rows[group.rank].start, len(weight_NM))
+    chosen = _choice("matmul_reduce_scatter", x_RM, weight_NM, group, inner, policy)
+    if chosen is not None:
+        made_rN = x_RM.new_empty(shape)
+        chosen(x_RM, weight_NM, None, group, made_rN)
+        return made_rN
+
+    def product(rank: int, out: Tensor | None) -> Tensor:
+        return torch.mm(x_RM[rows[rank]], weight_NM.t(), out=out)
+
+    return start_parts(product, shape, x_RM.dtype, group, "scatter").wait()
+
+
+def _like_rows(group: Group, x_RM: Tensor, weight_NM: Tensor, inner: int | None, policy: str) -> Tensor:
+    start, stop = split(len(x_RM), group.size, group.rank)
+    return x_RM.new_empty(stop - start, len(weight_NM))
+
+
+def _rows_gradients(
+    group: Group,
+    grad_rN: Tensor,
+    x_RM: Tensor,
+    weight_NM: Tensor,
+    wanted: Sequence[bool],
+    inner: int | None,
+    policy: str,
+) -> list[Tensor]:
+    """Those that are `wanted` of x [R M] and of the weight."""
+    wants_x, wants_weight = wanted
+    dx_RM, grad_RN = _gather_product(grad_rN, x_RM, weight_NM, group, inner, policy, wants_x)
+    return [*([dx_RM] if wants_x else []), *([grad_RN.t() @ x_RM] if wants_weight else [])]
+
+
+def _like_gradients(
+    group: Group, grad: Tensor, x: Tensor, weight_NM: Tensor, wanted: Sequence[bool], *way: Any
+) -> list[Tensor]:
+    return [made.new_empty(made.shape) for made, each in zip((x, weight_NM), wanted, strict=True) if each]
 
 
 def _gather_product(
@@ -95,7 +139,7 @@ def _gather_product(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, if wanted, and all rows of the one that it is made of."""
     count = len(x_RM)
-    dx_RM = torch.empty_like(x_RM)
+    dx_RM = x_RM.new_empty(x_RM.shape)
     chosen = _choice("all_gather_matmul", x_RM, weight_NM, group, inner, policy) if wants_x else None
     if chosen is not None:
         grad_RN = grad_rN.new_empty(count, len(weight_NM))
@@ -112,12 +156,35 @@ def _gather_product(
     return dx_RM, grad_RN
 
 
+_OPTIONS = "int? inner, str policy)"
+_FORWARD = f"(Tensor x, Tensor weight, {_OPTIONS} -> Tensor"
+_ROWS = Operator(f"matmul_scatter_rows{_FORWARD}", _rows, _like_rows)
+_ROWS_GRADIENTS = Operator(
+    f"matmul_scatter_gradients(Tensor grad, Tensor x, Tensor weight, bool[] wanted, {_OPTIONS} -> Tensor[]",
+    _rows_gradients,
+    _like_gradients,
+)
+_TRACED_SCATTER = entry(f"matmul_scatter{_FORWARD}", _apply_scatter)
+
+# --- the whole sum ---------------------------------------------------------------------------------------------------
+
+
+def _apply_reduce(
+    group: Group, x: Tensor, weight_NM: Tensor, inner: int | None, policy: str, traced: bool = True
+) -> Tensor:
+    made: Tensor = _MatmulReduce.apply(x, weight_NM, group, inner, policy, traced)  # type: ignore[no-untyped-call]
+    return made
+
+
 class _MatmulReduce(torch.autograd.Function):
+    """Backward has no transfer: what the compiler sees of it are plain products."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NM: Tensor, group: Group, chosen: Candidate) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_NM: Tensor, group: Group, inner: int | None, policy: str, traced: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight_NM)
-        made = x.new_empty(*x.shape[:-1], len(weight_NM))
-        chosen(x.flatten(0, -2), weight_NM, None, group, made.view(-1, len(weight_NM)))
+        made: Tensor = _SUM(group, traced, x, weight_NM, inner, policy)
         return made
 
     @staticmethod
@@ -126,4 +193,22 @@ class _MatmulReduce(torch.autograd.Function):
         x, weight_NM = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if wants_weight else None
-        return grad @ weight_NM if wants_x else None, dweight, None, None
+        return grad @ weight_NM if wants_x else None, dweight, None, None, None, None
+
+
+def _sum(group: Group, x: Tensor, weight_NM: Tensor, inner: int | None, policy: str) -> Tensor:
+    chosen = _choice("matmul_all_reduce", x, weight_NM, group, inner, policy)
+    if chosen is None:
+        made_RN = x.flatten(0, -2) @ weight_NM.t()
+        return start_reduce(made_RN, group).wait().view(*x.shape[:-1], len(weight_NM))
+    made = x.new_empty(*x.shape[:-1], len(weight_NM))
+    chosen(x.flatten(0, -2), weight_NM, None, group, made.view(-1, len(weight_NM)))
+    return made
+
+
+_SUM = Operator(
+    f"matmul_reduce_sum{_FORWARD}",
+    _sum,
+    lambda group, x, weight_NM, inner, policy: x.new_empty(*x.shape[:-1], len(weight_NM)),
+)
+_TRACED_REDUCE = entry(f"matmul_reduce{_FORWARD}", _apply_reduce)

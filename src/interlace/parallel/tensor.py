@@ -23,10 +23,12 @@ borders (`SharedInput`, `Vocabulary`, `Enter`, `Leave`), the row-split linears a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -47,7 +49,7 @@ class Axis:
 
     overlap: "auto", "plain", "fused" or "off", as `kernels.tune.lookup` has it; "off" is every transfer by itself.
     reruns: whole blocks are run again in backward.  A run that ends early, as torch's checkpoint does once everything
-    saved is back, leaves out the last product of a block only if it stands by itself.
+    saved is back, leaves out the last transfer of a block only if it stands by itself, outside of compiled graphs too.
     """
 
     group: Group
@@ -96,14 +98,21 @@ def split_decoder(
         parts[parameter.name] = Part(sliced, group, owed, is_alike(parameter, axis.sequence), others)
     replace_parameters(decoder, parts)
     heads = {parameter.name: parameter.shape[0] // parameter.chunk for parameter in parameters}
+    mixtures = {parameter.name.rsplit(".", 2)[0] for parameter in parameters if parameter.role is Role.EXPERT}
+
+    def is_chained(parent: str) -> bool:  # shared experts work beside the others
+        return not any(f"{parent}.".startswith(f"{mixture}.") for mixture in mixtures)
+
     for parameter in parameters:
         owner = parameter.name.rpartition(".")[0]
         parent, _, name = owner.rpartition(".")
         above = decoder.get_submodule(parent)
         if parameter.role is Role.COLUMN:
-            above.project = SharedColumns(axis)
+            above.project = SharedColumns(axis, is_chained(parent))
         if parameter.role is Role.ROW:
-            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1]))
+            ends = not hasattr(above, "core")  # attention is followed by more of its block
+            stays = is_chained(parent) and not (ends and axis.reruns)
+            setattr(above, name, Row(decoder.get_submodule(owner), axis, parts[parameter.name].shape[1], stays))
         if parameter.role is Role.EXPERT:
             above.enter, above.leave = Enter(axis, bool(above.reads_logits)), Leave(axis)
         if parameter.name.endswith(".q.weight"):
@@ -121,35 +130,46 @@ def split_decoder(
 
 
 class SharedColumns(nn.Module):
-    """In the place of `SharedInput`: column-split products of one input, gathered once."""
+    """In the place of `SharedInput`: column-split products of one input, gathered once.  stays: as of `Row`."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, stays: bool = False) -> None:
         super().__init__()
-        self.axis = axis
+        self.axis, self.stays = axis, stays
 
     def forward(self, x: Tensor, linears: Sequence[nn.Linear], context: Any) -> list[Tensor]:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
-        return self.axis.gather_matmul(x, weights, biases, context, columns)
+        call = self.axis.gather_matmul if self.stays else functools.partial(by_itself, self.axis.gather_matmul)
+        return call(x, weights, biases, context, columns)
 
 
 class Row(nn.Module):
-    """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum."""
+    """A row-split linear: x_.M/tp -> x_.N, or this rank's rows of it, [1 rows N]; the bias is added after the sum.
 
-    def __init__(self, linear: Any, axis: Axis, inner: int | None = None) -> None:
+    stays: its transfer is part of the graph where the block is compiled.  That is right where every transfer of the
+    block reads what another has made, which alone gives them an order there, and unless it ends a block that is run
+    again: a run of what is compiled leaves out nothing at its end.
+    """
+
+    def __init__(self, linear: Any, axis: Axis, inner: int | None = None, stays: bool = False) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.axis, self.inner = axis, inner
+        self.axis, self.inner, self.stays = axis, inner, stays
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor
         group, policy = self.axis.group, self.axis.overlap
         overlap = policy != "off" and not self.axis.reruns
-        if self.axis.sequence:
-            made = matmul_scatter(x, self.weight, group, overlap, self.inner, policy)[None]
-        else:
-            made = matmul_reduce(x, self.weight, group, overlap, self.inner, policy)
+        product = matmul_scatter if self.axis.sequence else matmul_reduce
+        call = product if self.stays else functools.partial(by_itself, product)
+        made = call(x, self.weight, group, overlap, self.inner, policy)
+        made = made[None] if self.axis.sequence else made
         return made if self.bias is None else made + self.bias
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def by_itself(transfer: Callable[..., Any], *arguments: Any) -> Any:
+    """A transfer that no graph of the compiler takes in."""
+    return transfer(*arguments)
 
 
 class VocabularyEmbedding(nn.Module):
@@ -168,7 +188,8 @@ class VocabularyEmbedding(nn.Module):
         elsewhere = (tokens_BT < first) | (tokens_BT >= end)
         x_BTD = F.embedding((tokens_BT - first).masked_fill(elsewhere, 0), self.weight)
         x_BTD = x_BTD.masked_fill(elsewhere[..., None], 0.0)
-        return scatter(x_BTD, self.axis.group)[None] if self.axis.sequence else reduce(x_BTD, self.axis.group)
+        made: Tensor = _added_up(x_BTD, self.axis)
+        return made
 
 
 class SplitVocabulary(nn.Module):
@@ -226,4 +247,10 @@ class Leave(nn.Module):
         self.axis = axis
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return scatter(x_BTD, self.axis.group)[None] if self.axis.sequence else reduce(x_BTD, self.axis.group)
+        made: Tensor = _added_up(x_BTD, self.axis)
+        return made
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _added_up(x_BTD: Tensor, axis: Axis) -> Tensor:
+    return scatter(x_BTD, axis.group)[None] if axis.sequence else reduce(x_BTD, axis.group)
