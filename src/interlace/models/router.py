@@ -145,7 +145,7 @@ class Room(nn.Module):
         begins_BX = counts_BX.cumsum(dim=1) - counts_BX
         places_N = torch.arange(chosen_BN.shape[1], device=chosen_BN.device)
         turns_BN = places_N - begins_BX.gather(1, chosen_BN.gather(1, order_BN))
-        return torch.empty_like(chosen_BN).scatter_(1, order_BN, turns_BN).view_as(experts_BTk)
+        return chosen_BN.scatter(1, order_BN, turns_BN).view_as(experts_BTk)  # every place is written
 
     def counts(self, experts_BTk: Tensor) -> Tensor:
         """Tokens of each sequence that chose each expert: int64 [B X]."""
