@@ -26,6 +26,7 @@ import torch
 
 from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
+from interlace.plan.overlap import PLAIN, Way
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -170,3 +171,11 @@ def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | No
         )
         return None
     return chosen
+
+
+def way_of(chosen: Candidate | None) -> Way:
+    """What `pick` gives, as the planner counts it."""
+    if chosen is None:
+        return PLAIN
+    tile, chunks = chosen.options.tile, chosen.options.chunks
+    return Way(chosen.name, tile.block_m if tile else 0, tile.block_n if tile else 0, chunks or 0)
