@@ -14,10 +14,11 @@ import torch
 
 import wire
 from interlace.collectives import Group
-from interlace.kernels import workspace
-from interlace.kernels.candidate import OPS, Options, Problem, Tile, candidates, way_of
+from interlace.kernels import matmul_all_reduce, matmul_reduce_scatter, workspace
+from interlace.kernels.candidate import OPS, Options, Problem, Tile, candidates, forced, way_of
 from interlace.plan import overlap
 from interlace.plan.overlap import GATHER, REDUCE, Product, Way
+from interlace.train import verify
 from interlace.world import World
 from scatter_calls import group_of, rows_of
 
@@ -65,3 +66,28 @@ def every_way(world: World) -> list[list[Any]]:
                     found.append([op, name, [M, N, K], seen.nbytes, told, due, has, needs])
     workspace.release(group)
     return found
+
+
+# --- faults: `verify.under_plan` with a way that is wrong about its bytes --------------------------------------------
+
+
+def a_row_twice(world: World, **argument: Any) -> dict[str, Any]:
+    """Copies send the first row of each other rank once more."""
+    chunks = matmul_reduce_scatter._Parts.chunks
+
+    def more(self: Any, owner: int) -> list[slice]:
+        found = chunks(self, owner)
+        return [*found, slice(found[0].start, found[0].start + 1)]
+
+    with forced("chunks"), mock.patch.object(matmul_reduce_scatter._Parts, "chunks", more):
+        return verify.under_plan(world, **argument)
+
+
+def half_is_told(world: World, **argument: Any) -> dict[str, Any]:
+    """A kernel tells the meter half of what it sends."""
+
+    def sent(*given: Any) -> Any:
+        return tuple((collective, nbytes // 2) for collective, nbytes in overlap.sent(*given))
+
+    with forced("one-shot"), mock.patch.object(matmul_all_reduce, "sent", sent):
+        return verify.under_plan(world, **argument)

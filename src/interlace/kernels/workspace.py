@@ -295,8 +295,17 @@ def check(group: Group) -> None:
 
 def arenas(group: Group) -> list[torch.Tensor]:
     """The memory of all ranks, as this one addresses it, that the group's operations hold."""
-    heaps = [heap for space in _held(group).spaces.values() for heap in (space._heap, *space._kept) if heap is not None]
-    return [arena for heap in heaps for arena in heap.fabric.arenas]
+    return [arena for heap in _heaps(group) for arena in heap.fabric.arenas]
+
+
+def contexts(group: Group) -> list[torch.Tensor]:
+    """The few words on this rank that tell its kernels where those arenas are."""
+    return [heap.context for heap in _heaps(group)]
+
+
+def _heaps(group: Group) -> list[SymmetricHeap]:
+    spaces = _held(group).spaces.values()
+    return [heap for space in spaces for heap in (space._heap, *space._kept) if heap is not None]
 
 
 def release(group: Group) -> None:

@@ -89,8 +89,7 @@ def random_plans(
 
     Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches by number
     or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage and halves of experts; transport is as
-    in `config.plan`.  Fused products are drawn for tp=2 alone: on more ranks some send more than layouts say, which
-    `verify` would call wrong.
+    in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -105,7 +104,7 @@ def random_plans(
             zero=zero,
             shard=draw.choice(shards),
             recompute=draw.choice(RECOMPUTE),
-            overlap=draw.choice(("auto", "plain", "off", *(["fused"] if tp == 2 else []))),
+            overlap=draw.choice(("auto", "plain", "off", *(["fused"] if tp > 1 else []))),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",

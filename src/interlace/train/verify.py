@@ -463,9 +463,9 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         seen |= storages.keys()
     elsewhere = [*session.dataset.tensors(), *session.model.peer_tensors()]
     if "interlace.kernels.workspace" in sys.modules:  # something fused has run
-        arenas = sys.modules["interlace.kernels.workspace"].arenas
-        elsewhere += [memory for axis in ("tp", "ep") if axis in session.groups.by_axis
-                      for memory in arenas(session.groups[axis])]  # fmt: skip
+        workspace = sys.modules["interlace.kernels.workspace"]
+        for axis in {"tp", "ep"} & session.groups.by_axis.keys():
+            elsewhere += workspace.arenas(session.groups[axis]) + workspace.contexts(session.groups[axis])
     seen |= {t.untyped_storage().data_ptr() for t in elsewhere}
     known = sum(sizes.values())
     for _ in range(LOOKS):
