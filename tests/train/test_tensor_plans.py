@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from interlace import spec
 from interlace.checkpoint import Reader
 from interlace.cli import app
 from interlace.config import Config, loads
+from interlace.launch import run_local
 from interlace.plan import fit
+from interlace.plan.memory import estimate
+from interlace.plan.overlap import GATHER, SCATTER, Way
 from interlace.plan.share import share
 from interlace.schedule import FORMS
 from interlace.train import loop, verify
@@ -175,6 +179,68 @@ def test_wrong_bytes_of_fused_products_are_found(
     assert {(a.rank, a.what) for a in report.accounts if not a.holds and "sent" in a.what} == {
         (rank, f"bytes sent by {wrong}") for rank in range(3)
     }
+
+
+HELD = {
+    "tp=2 overlap=fused": [],
+    "tp=2 overlap=fused micro_batches=2": ["model.activation=gelu"],
+    "tp=2 overlap=fused sequence=off zero=3": [],
+    "tp=2 overlap=fused recompute=full": ["model.hidden_size=260", "data.sequence_length=600"],
+    "tp=2 overlap=plain": [],
+}
+ODD_ROWS = ["model.num_layers=1", "data.sequence_length=7", "train.global_batch=3", "model.ffn_size=23"]
+ODD_ROWS += ["model.max_positions=600"]
+
+
+def held(tmp_path: Path, device: str, more: list[str]) -> list[list[list[int]]]:
+    """By rank and plan of `HELD`."""
+    cfgs = [runs.config(tmp_path, plan, [*ODD_ROWS, *sizes, *more]) for plan, sizes in HELD.items()]
+    texts = [cfg.to_toml() for cfg in cfgs]
+    return run_local("rank_functions_memory:step", 2, {"configs": texts}, device=device, timeout=200.0)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_the_memory_of_fused_products_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the arenas hold after a step, to the byte; where nobody says which ways run, no less.  Odd rows and sizes,
+    micro-batches of two sizes."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    for rank in held(tmp_path, "cpu", []):
+        for (has, counted, most), plan in zip(rank, HELD, strict=True):
+            assert has == counted <= most, plan
+            assert (has > 0) == ("fused" in plan)
+
+
+def test_the_memory_of_fused_products_is_a_row_of_the_figure(tmp_path: Path) -> None:
+    """16384 rows of 4096 in bf16 for 4 ranks, by hand: copies of all the peers' rows twice, parts from all likewise.
+
+    Nothing where nobody asked for them, and a device without a table runs plain ones.
+    """
+    sizes = ["model.hidden_size=4096", "model.head_dim=1024", "model.ffn_size=14336", "model.max_positions=16384"]
+    more = [*sizes, "data.sequence_length=16384", "train.global_batch=1", "train.precision=bf16"]
+    plain, auto, fused = (
+        estimate(cfg, cfg.plan)
+        for cfg in (runs.config(tmp_path, f"tp=4 overlap={how}", more) for how in ("plain", "auto", "fused"))
+    )
+    assert plain == auto
+    assert plain.symmetric == 0
+    cfg = runs.config(tmp_path, "tp=4 overlap=fused", more)
+    rows, MiB = 16384 * 4096 * 2, 1 << 20
+    names = {GATHER: "chunks", SCATTER: "tiles"}
+    known = estimate(cfg, cfg.plan, "cuda", lambda product: Way(names[product.op], 128, 256)).symmetric
+    assert known == 2 * (2 * rows * 3 // 4 + 2 * MiB)  # and a unit of each arena for its words
+    assert known <= fused.symmetric <= 1.4 * known
+    assert replace(fused, symmetric=0) == plain
+    assert fused.total == plain.total + fused.symmetric
+
+
+@pytest.mark.gpu2
+def test_the_memory_of_fused_products_on_two_gpus(tmp_path: Path) -> None:
+    wide = ["model.hidden_size=512", "model.head_dim=128", "data.sequence_length=599", "train.precision=bf16"]
+    for rank in held(tmp_path, "cuda", wide):
+        for (has, counted, most), plan in zip(rank, HELD, strict=True):
+            assert has == counted <= most, plan
+            assert (has > 0) == ("fused" in plan)
 
 
 @pytest.mark.gpu2

@@ -355,7 +355,8 @@ def _launch_push(
     b = operand(weight_NK, (tile.block_n, tile.block_k))
     c = operand(out_MN, (tile.block_m, tile.block_n // tile.parts), ROWS)
     places = space.places(1 << 30)  # always as many: each counts the calls
-    share = 1 << (min(PUSHERS, places, max(1, count * K // space.size // BLOCK)).bit_length() - 1)
+    most = 1 if is_interpreted() else min(PUSHERS, places)  # all wait for those, and there run one after another
+    share = 1 << (min(most, max(1, count * K // space.size // BLOCK)).bit_length() - 1)
     origin = space.heap.origin * (1 - PUSHERS)
     half = space.tensors["few"].nbytes // 2 // x_mK.element_size()
     slots = space.buffer("few", None, (2 * half,), dtype)

@@ -26,7 +26,7 @@ import torch
 
 from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
-from interlace.plan.overlap import PLAIN, Way
+from interlace.plan.overlap import PLAIN, Product, Way
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -179,3 +179,13 @@ def way_of(chosen: Candidate | None) -> Way:
         return PLAIN
     tile, chunks = chosen.options.tile, chosen.options.chunks
     return Way(chosen.name, tile.block_m if tile else 0, tile.block_n if tile else 0, chunks or 0)
+
+
+def ways(group: Group, dtype: torch.dtype, policy: str) -> Callable[[Product], Way]:
+    """How the products of a plan run along a group, for `plan.share` and `plan.memory`."""
+
+    def way(product: Product) -> Way:
+        sizes = (product.M, product.N, product.K, dtype, group.size, product.has_bias)
+        return way_of(pick(Problem(product.op, *sizes), group, policy))
+
+    return way

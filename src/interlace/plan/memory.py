@@ -39,6 +39,7 @@ from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
+from interlace.plan.share import overlapped
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import local_heads, slices
 from interlace.schedule import generate, read_csv, validate
@@ -152,24 +153,23 @@ def _rank(
         activations=activations,
         logits=logits,
         transfer=transfer,
-        symmetric=_symmetric(cfg, plan, device, names, tokens, compute, ways),
+        symmetric=_symmetric(config, plan, device, rank, ways),
     )
 
 
 def _symmetric(
-    cfg: ModelConfig,
+    config: Config,
     plan: ParallelPlan,
     device: str,
-    names: Sequence[str],
-    tokens: int,
-    compute: int,
+    rank: int,
     ways: Callable[[overlap.Product], overlap.Way] | None,
 ) -> int:
-    """What the fused products of a micro-batch hold on every rank of tp."""
+    """What the fused products of a step hold on every rank of tp."""
     if ways is None and plan.overlap != "fused":
         return 0
-    sizes = (compute, plan.tp, overlap.MULTIPROCESSORS[device])
-    found = overlap.products(cfg, plan, tokens, names)
+    sizes = (2 if config.train.precision == "bf16" else 4, plan.tp, overlap.MULTIPROCESSORS[device])
+    first = rank * plan.world // plan.pp  # which has as many sequences as any at this place
+    found = overlapped(replace(config, plan=plan), first, config.train.global_batch)
     return overlap.held(((each, ways(each) if ways else overlap.roomiest(each, *sizes)) for each in found), *sizes)
 
 

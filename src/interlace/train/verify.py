@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.errors import InterlaceError
-from interlace.kernels.candidate import Problem, pick, way_of
+from interlace.kernels.candidate import ways
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
 from interlace.plan.context import pieces, places
@@ -388,13 +388,11 @@ def _ways(session: sessions.Session) -> list[tuple[dict[str, Any], dict[str, Any
     """How each product of the step that may be fused runs on this rank: (`Product`, `Way`) as plain values."""
     cfg = session.cfg
     batch = len(session.dataset.indices(session.cursor, cfg.train.global_batch))
-    found = []
-    for product in overlapped(cfg, session.world.rank, batch):
-        group = session.groups["tp"]
-        sizes = (product.M, product.N, product.K, torch.float32, group.size, product.has_bias)
-        chosen = pick(Problem(product.op, *sizes), group, cfg.plan.overlap)
-        found.append((asdict(product), asdict(way_of(chosen))))
-    return found
+    products = overlapped(cfg, session.world.rank, batch)
+    if not products:
+        return []
+    way = ways(session.groups["tp"], torch.float32, cfg.plan.overlap)
+    return [(asdict(product), asdict(way(product))) for product in products]
 
 
 def bits(world: World, config: str, steps: int) -> dict[str, Any]:
@@ -536,8 +534,8 @@ def _accounts(
     given = cfg
     if cfg.plan.overlap == "fused" and not found["fused"]:  # rows of experts go by all-to-all where peers are far
         given = replace(cfg, plan=replace(cfg.plan, overlap="auto"))
-    ways = {Product(**product): Way(**way) for product, way in found["ways"]}
-    expected = share(given, rank, alone["batch"], alone["documents"], visits, ways)
+    chosen = {Product(**product): Way(**way) for product, way in found["ways"]}
+    expected = share(given, rank, alone["batch"], alone["documents"], visits, chosen)
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
