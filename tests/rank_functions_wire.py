@@ -58,9 +58,10 @@ def every_way(world: World) -> list[list[Any]]:
                     group.meter.reset_counts()
                     with wire.watched(group) as seen:
                         run(op, way, group, M, N, K, dtype)
-                    calls.append((Product(op, M, N, K), way_of(way)))
+                    counted = way_of(name, way.options)
+                    calls.append((Product(op, M, N, K), counted))
                     told = {collective: nbytes for (collective, _), nbytes in group.meter.sent.items()}
-                    due = dict(overlap.sent(op, way_of(way), M, N, K, dtype.itemsize, world.size, world.rank))
+                    due = dict(overlap.sent(op, counted, M, N, K, dtype.itemsize, world.size, world.rank))
                     has = sum(arena.nbytes for arena in workspace.arenas(group)) / world.size
                     needs = overlap.held(calls, dtype.itemsize, world.size, overlap.MULTIPROCESSORS["cpu"])
                     found.append([op, name, [M, N, K], seen.nbytes, told, due, has, needs])

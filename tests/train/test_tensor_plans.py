@@ -227,7 +227,7 @@ def test_the_memory_of_fused_products_is_a_row_of_the_figure(tmp_path: Path) -> 
     cfg = runs.config(tmp_path, "tp=4 overlap=fused", more)
     rows, MiB = 16384 * 4096 * 2, 1 << 20
     names = {GATHER: "chunks", SCATTER: "tiles"}
-    known = estimate(cfg, cfg.plan, "cuda", lambda product: Way(names[product.op], 128, 256)).symmetric
+    known = estimate(cfg, cfg.plan, "cuda", lambda product, ranks: Way(names[product.op], 128, 256)).symmetric
     assert known == 2 * (2 * rows * 3 // 4 + 2 * MiB)  # and a unit of each arena for its words
     assert known <= fused.symmetric <= 1.4 * known
     assert replace(fused, symmetric=0) == plain

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
@@ -98,7 +98,7 @@ def estimate(
     config: Config,
     plan: ParallelPlan,
     device: str = "cuda",
-    ways: Callable[[overlap.Product], overlap.Way] | None = None,
+    ways: overlap.Chooser | None = None,
 ) -> Memory:
     """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu".
 
@@ -116,7 +116,7 @@ def _rank(
     plan: ParallelPlan,
     device: str,
     rank: int,
-    ways: Callable[[overlap.Product], overlap.Way] | None,
+    ways: overlap.Chooser | None,
 ) -> Memory:
     """Of the ranks at place `rank` along the pipeline."""
     compute = 2 if config.train.precision == "bf16" else 4
@@ -162,7 +162,7 @@ def _symmetric(
     plan: ParallelPlan,
     device: str,
     rank: int,
-    ways: Callable[[overlap.Product], overlap.Way] | None,
+    ways: overlap.Chooser | None,
 ) -> int:
     """What the fused products of a step hold on every rank of tp."""
     if ways is None and plan.overlap != "fused":
@@ -170,7 +170,8 @@ def _symmetric(
     sizes = (2 if config.train.precision == "bf16" else 4, plan.tp, overlap.MULTIPROCESSORS[device])
     first = rank * plan.world // plan.pp  # which has as many sequences as any at this place
     found = overlapped(replace(config, plan=plan), first, config.train.global_batch)
-    return overlap.held(((each, ways(each) if ways else overlap.roomiest(each, *sizes)) for each in found), *sizes)
+    chosen = [ways(each, plan.tp) if ways else overlap.roomiest(each, *sizes) for each in found]
+    return overlap.held(zip(found, chosen, strict=True), *sizes)
 
 
 def _own_stages(

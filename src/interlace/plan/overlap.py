@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +68,7 @@ class Way:
 
 PLAIN = Way()
 Ways = Mapping[Product, Way]
+Chooser = Callable[[Product, int], Way]  # of a product over so many ranks
 Needs = tuple[dict[str, int], dict[str, int]]  # bytes of buffers, and numbers of words, by name
 
 

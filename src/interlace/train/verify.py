@@ -392,7 +392,7 @@ def _ways(session: sessions.Session) -> list[tuple[dict[str, Any], dict[str, Any
     if not products:
         return []
     way = ways(session.groups["tp"], torch.float32, cfg.plan.overlap)
-    return [(asdict(product), asdict(way(product))) for product in products]
+    return [(asdict(product), asdict(way(product, cfg.plan.tp))) for product in products]
 
 
 def bits(world: World, config: str, steps: int) -> dict[str, Any]:
