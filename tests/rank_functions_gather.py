@@ -73,9 +73,10 @@ def values(world: World, names: list[str]) -> int:
         one(candidate, group, world.size - 1, (16,), 16, keep=False)
         one(candidate, group, 37, (17, 0), 40, dtype=torch.float16, chunks=3, seed=1)
         one(candidate, group, 12, (0,), 8)
+        one(candidate, group, 8 * world.size, (3,), 600, dtype=torch.float16)  # as much as several programs would send
         one(candidate, group, 19, (20,), 23, turned=True)
         one(candidate, group, 40, (24,), 64, dtype=torch.bfloat16, chunks=2, tile=Tile(16, 32, 32, 2, 4, 2, True, 2))
-        done += 7
+        done += 8
     workspace.release(group)
     return done
 

@@ -18,7 +18,7 @@ ALL = ["plain", "chunks", "chained", "persistent", "push"]
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
-    assert run_ranks(f"{RANKS}:values", ranks, {"names": ALL}, timeout=110.0) == [7 * len(ALL)] * ranks
+    assert run_ranks(f"{RANKS}:values", ranks, {"names": ALL}, timeout=110.0) == [8 * len(ALL)] * ranks
 
 
 def test_repeated_on_two_groups_with_late_ranks(run_ranks: Callable[..., list[Any]]) -> None:

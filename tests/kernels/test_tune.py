@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+import runs
 from interlace import launch
-from interlace.errors import ConfigError, ResourceError
+from interlace.errors import ConfigError, PlanError, ResourceError
 from interlace.kernels import table, tune
 from interlace.kernels.candidate import OPS, Candidate, Options, Problem, Tile
 from interlace.kernels.table import Entry, Table, shape_class
+from interlace.plan import fit
 from interlace.plan.fused import predict
+from interlace.plan.memory import estimate
+from interlace.plan.overlap import PLAIN, Product, Way
 from interlace.topology import Topology
 
 H200 = "NVIDIA H200"
@@ -257,6 +261,45 @@ def test_the_identity_of_a_run_names_device_and_table(monkeypatch: pytest.Monkey
     assert tune.identity(torch.device("cpu")) == "cpu none"
     monkeypatch.setattr(tune, "shipped", lambda name: held(entry()))
     assert tune.identity(CUDA) == f"NVIDIA H200 {held(entry()).digest}"
+
+
+def test_the_planner_takes_what_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the device: the nearest measured shape decides; options go along; other numbers of ranks are plain."""
+    tile = {"tile": {"block_m": 64, "block_n": 256}, "chunks": 4}
+    table = held(
+        entry(),
+        entry(M=64, seconds={"plain": 1e-5, "push": 9e-6}, options={"push": tile}),
+        entry(M=1024, seconds={"plain": 1e-5, "push": 1e-5}),
+    )
+    monkeypatch.setattr(tune, "shipped", lambda device: table if device == H200 else Table(device))
+    way = tune.planned(H200, "bf16")
+    assert way(Product(OP, 8192, 7168, 8192), 2) == way(Product(OP, 16384, 5000, 8192), 2) == Way("chunks")
+    assert way(Product(OP, 60, 7168, 8192), 2) == Way("push", 64, 256, 4)
+    assert way(Product(OP, 1000, 7168, 8192), 2) == PLAIN
+    assert (
+        way(Product(OP, 8192, 7168, 8192), 4)
+        == tune.planned("another", "bf16")(Product(OP, 8192, 7168, 8192), 2)
+        == PLAIN
+    )
+    assert tune.planned(H200, "fp32")(Product(OP, 8192, 7168, 8192), 2) == PLAIN
+
+    sizes = [
+        "hidden_size=8192",
+        "head_dim=128",
+        "num_heads=64",
+        "num_kv_heads=8",
+        "ffn_size=14336",
+        "max_positions=8192",
+    ]
+    sizes += ["max_positions=8192"]
+    more = [*(f"model.{size}" for size in sizes), "data.sequence_length=8192", "train.precision=bf16"]
+    cfg = runs.config(tmp_path, "tp=2", [*more, "train.global_batch=1"])
+    row = estimate(cfg, cfg.plan, "cuda", way).symmetric
+    assert row == (8192 * 8192 * 2) + (2 << 20)  # half of the rows from the peer, twice; sums go plain
+    room = estimate(cfg, cfg.plan).total
+    fit.check(cfg, 2, room, ("tp",))
+    with pytest.raises(PlanError, match="needs"):
+        fit.check(cfg, 2, room, ("tp",), ways=way)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------

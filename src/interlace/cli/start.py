@@ -23,6 +23,7 @@ from interlace.cli.options import AXES
 
 if TYPE_CHECKING:
     from interlace.config import Config
+    from interlace.plan.overlap import Chooser
     from interlace.world import Place
 
 
@@ -36,7 +37,7 @@ def check(cfg: Config, device: str, place: Place | None = None) -> None:
         raise errors.ConfigError("train.compile = true needs a C++ compiler on the CPU; install g++, or leave it out.")
     ranks = place.size if place else cfg.plan.world
     local = (place.local_size or 1) if place else ranks
-    fit.check(cfg, ranks, _memory_per_rank(device, local), AXES, device)
+    fit.check(cfg, ranks, _memory_per_rank(device, local), AXES, device, _ways(cfg, device))
 
 
 def check_folder(cfg: Config, resume: str) -> None:
@@ -134,14 +135,32 @@ def choose_device(asked: str, ranks: int, place: Place | None = None) -> str:
     return choose(asked, rank, size).type
 
 
+def _ways(cfg: Config, device: str) -> Chooser | None:
+    """How products of tp run by the table of this machine's GPU; None where there is nothing to choose."""
+    if device != "cuda" or cfg.plan.tp == 1 or cfg.plan.overlap != "auto":
+        return None
+    from interlace.kernels import tune
+
+    name = next(iter(_ask_driver("name")), "")
+    return tune.planned(name, "bf16" if cfg.train.precision == "bf16" else "fp32")
+
+
+def _ask_driver(what: str) -> list[str]:
+    """A property of every GPU, without a context on one of them; nothing where the driver's tool does not answer."""
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in found.splitlines()]
+
+
 def _memory_per_rank(device: str, local_ranks: int) -> int | None:
     """Bytes that a rank may use, or None when it cannot be known."""
     if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         try:
-            found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-            return min(int(value) for value in found) << 20
-        except (OSError, subprocess.SubprocessError, ValueError):
+            return min(int(value) for value in _ask_driver("memory.total")) << 20
+        except ValueError:
             return None
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

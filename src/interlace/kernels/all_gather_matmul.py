@@ -25,7 +25,7 @@ from torch import Tensor
 
 from interlace.collectives import Group, all_gather, balanced
 from interlace.kernels import workspace
-from interlace.kernels.arrival import SLOT, Arrival, Chunks, Slices
+from interlace.kernels.arrival import Arrival, Chunks, Slices
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.gather_matmul import fill
 from interlace.kernels.tile import (
@@ -44,10 +44,10 @@ from interlace.kernels.tile import (
     widens,
 )
 from interlace.layout import split
+from interlace.plan.overlap import FEW_ROWS, SLOT, few_rows
 from interlace.symmetric.device import admit_descriptors, my_rank, next_epoch, put, signal, wait_until, world
 
 OP = "all_gather_matmul"
-FEW = 1 << 24  # bytes of all rows, for which a kernel's own stores are considered
 PUSHERS = 64  # programs that store, at most
 BLOCK = 2048  # elements that one of them moves at a time
 NO_OPTIONS = Options()
@@ -304,8 +304,7 @@ def push(
 ) -> None:
     _counted(x_mK, group)
     space, K, x_mK = workspace.of(group, OP), x_mK.shape[1], x_mK.contiguous()
-    half = -(-count * K * x_mK.element_size() // 256) * 256
-    space.require({"few": 2 * half}, {"counts": group.size, "calls": space.places(1 << 30)})
+    space.require(*few_rows(count, K, x_mK.element_size(), group.size, space.places(1 << 30)))
     space.follow()
     for number, (weight, bias, y) in enumerate(zip(weights, biases, out, strict=True)):
         if len(weight) or not number:
@@ -361,7 +360,8 @@ def _launch_push(
     b = operand(weight_NK, (tile.block_n, tile.block_k))
     c = operand(out_MN, (tile.block_m, tile.block_n // tile.parts), ROWS)
     places = space.places(1 << 30)  # always as many: each counts the calls
-    share = 1 << (min(PUSHERS, places, max(1, count * K // space.size // BLOCK)).bit_length() - 1)
+    most = 1 if is_interpreted() else min(PUSHERS, places)  # all wait for those, and there run one after another
+    share = 1 << (min(most, max(1, count * K // space.size // BLOCK)).bit_length() - 1)
     origin = space.heap.origin * (1 - PUSHERS)
     half = space.tensors["few"].nbytes // 2 // x_mK.element_size()
     slots = space.buffer("few", None, (2 * half,), dtype)
@@ -394,8 +394,8 @@ def _needs_kernel(problem: Problem, device: torch.device) -> str | None:
 
 def _needs_few(problem: Problem, device: torch.device) -> str | None:
     nbytes = problem.M * problem.K * problem.dtype.itemsize
-    if nbytes > FEW:
-        return f"{nbytes} bytes of rows, more than the {FEW} that programs send themselves"
+    if nbytes > FEW_ROWS:
+        return f"{nbytes} bytes of rows, more than the {FEW_ROWS} that programs send themselves"
     return _needs_kernel(problem, device)
 
 

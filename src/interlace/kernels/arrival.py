@@ -26,11 +26,9 @@ from torch import Tensor
 from interlace.collectives import Group
 from interlace.kernels import workspace
 from interlace.layout import split
+from interlace.plan import overlap
+from interlace.plan.overlap import ALIGNMENT
 from interlace.symmetric import Event
-
-SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
-ALIGNMENT = 256  # bytes
-WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Chunks:
     @property
     def slot(self) -> int:
         """Rows of a slot."""
-        most = -(-self.count // (self.ranks * self.chunks))
-        return max(SLOT, -(-most // SLOT) * SLOT)
+        return overlap.slot_rows(self.count, self.ranks, self.chunks)
 
     @property
     def pieces(self) -> int:
@@ -133,17 +130,13 @@ class Slices:
 
     def columns(self, number: int) -> tuple[int, int]:
         """Columns of a slice; all but the last begin at multiples of 64."""
-        parts = -(-self.K // 64)
-        first, last = split(parts, self.slices, number)
-        return min(self.K, 64 * first), min(self.K, 64 * last)
+        return overlap.slice_columns(self.K, self.slices, number)
 
     def offset(self, number: int) -> int:
         return sum(self._size(before) for before in range(number))
 
     def _size(self, number: int) -> int:
-        first, last = self.columns(number)
-        nbytes = self.count * (last - first) * self.dtype.itemsize
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return overlap.slice_bytes(self.count, self.K, self.dtype.itemsize, self.slices, number)
 
     def sent(self, rank: int) -> Iterator[Piece]:
         """Of x whose slices lie one after another, each [m slice]; see `pack`."""
@@ -179,8 +172,8 @@ class Arrival:
     def __init__(self, x_mK: Tensor, group: Group, op: str, plan: Chunks | Slices) -> None:
         assert x_mK.is_contiguous()
         self.space, self.plan, self.x_mK = workspace.of(group, op), plan, x_mK
-        half = self.space.route(plan, lambda: -(-plan.nbytes // ALIGNMENT) * ALIGNMENT)
-        self.space.require({"rows": 2 * half}, {"arrived": plan.ranks * max(plan.pieces, WORDS)})
+        needs = self.space.route(plan, lambda: overlap.arriving(plan.nbytes, plan.ranks, plan.pieces))
+        self.space.require(*needs)
         self.turn = self.space.turn()
         self.stride = self.space.tensors["arrived"].shape[0] // 2 // plan.ranks  # words of a sender
         self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)

@@ -26,6 +26,7 @@ import torch
 
 from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
+from interlace.plan.overlap import PLAIN, Chooser, Product, Way
 
 CUT = 2.0**38  # FLOPs of a GPU's product, from which on cutting it pays for running it beside the library's transfer
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -180,3 +181,25 @@ def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | No
         )
         return None
     return chosen
+
+
+def way_of(name: str, options: Options) -> Way:
+    """A candidate with its options, as the planner counts it."""
+    tile = options.tile
+    return Way(name, tile.block_m if tile else 0, tile.block_n if tile else 0, options.chunks or 0)
+
+
+def problem_of(product: Product, dtype: torch.dtype, ranks: int) -> Problem:
+    """A product of the planner's."""
+    return Problem(product.op, product.M, product.N, product.K, dtype, ranks, product.has_bias)
+
+
+def ways(group: Group, dtype: torch.dtype, policy: str) -> Chooser:
+    """How the products of a plan run along a group, for `plan.share` and `plan.memory`."""
+
+    def way(product: Product, ranks: int) -> Way:
+        assert ranks == group.size
+        chosen = pick(problem_of(product, dtype, ranks), group, policy)
+        return PLAIN if chosen is None else way_of(chosen.name, chosen.options)
+
+    return way

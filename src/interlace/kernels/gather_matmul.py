@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
 from interlace.collectives.operator import Operator, entry
-from interlace.kernels.candidate import Problem, pick
+from interlace.kernels.candidate import Problem, pays_to_cut, pick
 from interlace.layout import split
 
 
@@ -257,6 +257,10 @@ def _beside(
         x_ND = x.new_empty(count, D) if keeps else None
         fused(x_nD, weights, biases, group, count, made, x_ND)
         return x_nD if x_ND is None else x_ND, made
+    if not pays_to_cut(2.0 * x_nD.numel() * sum(len(weight) for weight in weights), x.device):
+        x_ND = start_gather(x, group.in_order(), count, "gather for matmul").wait()
+        fill(x_ND, weights, biases, made, 0, count)
+        return x_ND if keeps else x_nD, made
     arriving = start_gather(x, group, count, "gather for matmul")
     start, stop = split(count, group.size, group.rank)
     fill(x_nD, weights, biases, made, start, stop)

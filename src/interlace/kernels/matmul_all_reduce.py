@@ -27,9 +27,8 @@ from torch import Tensor
 from interlace.collectives import Group
 from interlace.collectives.autograd import start_reduce
 from interlace.collectives.ordered import all_reduce
-from interlace.kernels.candidate import Candidate, Options, register
+from interlace.kernels.candidate import Candidate, Options, Tile, register
 from interlace.kernels.ordered_tiles import (
-    FEW,
     Need,
     add_up,
     await_tile,
@@ -51,7 +50,7 @@ from interlace.kernels.ordered_tiles import (
     tile_for,
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, place, store_part, widens
-from interlace.layout import split
+from interlace.plan.overlap import FEW_SUMS, Way, num_tiles, sent
 from interlace.symmetric.device import flush_descriptors, my_rank, next_epoch, remote, signal, wait_until
 
 OP = "matmul_all_reduce"
@@ -210,12 +209,9 @@ def _one_shot_run(
     if M == 0 or N == 0:
         return
     tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
-    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    tiles = num_tiles(M, N, (tile.block_m, tile.block_n))
     room = make_room(group, OP, tile, {"all": Need(group.size, tiles, torch.float32)})
-    start, stop = split(M, group.size, group.rank)
-    others = (M - (stop - start)) * N * 4  # what a reduce-scatter would send
-    group.meter.count("reduce_scatter", group.axis, others)
-    group.meter.count("all_gather", group.axis, (group.size - 1) * M * N * 4 - others)
+    _count(group, "one-shot", tile, M, N, K, x_MK)
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
     c, parts = operand(out_MN, (tile.block_m, tile.block_n), ROWS), room.buffers["all"]
     kernel: Any = _one_shot[(room.programs,)]
@@ -242,12 +238,10 @@ def _two_shot_run(
     if M == 0 or N == 0:
         return
     tile = tile_for(OP, M, N, x_MK.dtype, group, options.tile)
-    tiles = triton.cdiv(triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n), group.size)
+    tiles = triton.cdiv(num_tiles(M, N, (tile.block_m, tile.block_n)), group.size)
     need = Need(group.size - 1, tiles, x_MK.dtype)
     room = make_room(group, OP, tile, {"parts": need, "sums": replace(need, calls=1)})
-    own = len(range(*split(M, group.size, group.rank)))
-    group.meter.count("reduce_scatter", group.axis, (M - own) * N * x_MK.element_size())
-    group.meter.count("all_gather", group.axis, own * N * x_MK.element_size() * (group.size - 1))
+    _count(group, "two-shot", tile, M, N, K, x_MK)
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
     c = operand(out_MN, (tile.block_m, tile.block_n // halves(tile)), ROWS)
     parts, sums = room.buffers["parts"], room.buffers["sums"]
@@ -298,9 +292,16 @@ def _sizes(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> tuple[tuple[int, 
     return (M, K), N
 
 
+def _count(group: Group, name: str, tile: Tile, M: int, N: int, K: int, x_MK: Tensor) -> None:
+    """Tells the meter what this rank sends."""
+    way = Way(name, tile.block_m, tile.block_n)
+    for collective, nbytes in sent(OP, way, M, N, K, x_MK.element_size(), group.size, group.rank):
+        group.meter.count(collective, group.axis, nbytes)
+
+
 PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _plain))
 ONE_SHOT = register(
-    Candidate("one-shot", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _one_shot_run)
+    Candidate("one-shot", OP, True, lambda problem, device: cannot(problem, device, most=FEW_SUMS), _one_shot_run)
 )
 TWO_SHOT = register(
     Candidate("two-shot", OP, True, lambda problem, device: cannot(problem, device, late=True), _two_shot_run)

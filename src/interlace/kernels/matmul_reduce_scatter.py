@@ -33,7 +33,6 @@ from interlace.kernels import workspace
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.ordered_rows import sum_rows
 from interlace.kernels.ordered_tiles import (
-    FEW,
     Need,
     add_up,
     await_tile,
@@ -55,11 +54,11 @@ from interlace.kernels.ordered_tiles import (
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
 from interlace.layout import split
+from interlace.plan.overlap import FEW_SUMS, MOST_CHUNKS, Way, sent, tiles_of_rows, whole_parts
 from interlace.symmetric.device import my_rank, next_epoch
 
 OP = "matmul_reduce_scatter"
 NO_OPTIONS = Options()
-MOST_CHUNKS = 8  # of one rank's rows
 CHUNK = 16 << 20  # bytes of one rank's rows from which on 2 ranks send them in two chunks
 
 
@@ -117,10 +116,12 @@ def _one_kernel(
         return
     tile = tile_for(OP, M, N, x_MK.dtype, group, tile)
     wire = x_MK.dtype if late else torch.float32
-    most = triton.cdiv(triton.cdiv(M, group.size), tile.block_m) * triton.cdiv(N, tile.block_n)
+    most = tiles_of_rows(M, N, (tile.block_m, tile.block_n), group.size, 0)
     room = make_room(group, OP, tile, {"parts": Need(group.size - 1, most, wire)})
     parts = room.buffers["parts"]
-    _count(group, M, N, wire)
+    way = Way("tiles" if late else "push", tile.block_m, tile.block_n)
+    for collective, nbytes in sent(OP, way, M, N, K, x_MK.element_size(), group.size, group.rank):
+        group.meter.count(collective, group.axis, nbytes)
     a, b = operand(x_MK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))
     c = operand(out_nN, (tile.block_m, tile.block_n // halves(tile)), ROWS)
     kernel: Any = _reduce_scatter[(room.programs,)]
@@ -168,10 +169,9 @@ class _Parts:
         M, item = len(x_MK), x_MK.element_size()
         most = triton.cdiv(M, group.size) * N * item
         space = workspace.of(group, f"{OP}.chunks")
-        space.require({"parts": 2 * group.size * most}, {"arrived": group.size * MOST_CHUNKS})
+        space.require(*whole_parts(M, N, item, group.size))
         count = chunks or (2 if group.size == 2 and most >= CHUNK else 1)
         assert count <= MOST_CHUNKS
-        _count(group, M, N, x_MK.dtype)
         return cls(group, space.turn(), M, N, x_MK.dtype, count)
 
     @property
@@ -211,7 +211,7 @@ class _Parts:
 
     def send(self, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor]:
         """The others' rows, the next rank's first; a side stream takes pieces away.  Keep the result until `end`."""
-        heap, number, kept, turned = self.turn.space.heap, self.turn.number, [], weight_NK.t()
+        group, heap, number, kept, turned = self.group, self.turn.space.heap, self.turn.number, [], weight_NK.t()
         for rows, target, word in self.route.sends:
             made = torch.mm(x_MK[rows], turned)
             kept.append(made)
@@ -221,6 +221,7 @@ class _Parts:
                 if made.numel():
                     heap.copy(target, made)
                 heap.write(word, number)
+        group.meter.count("reduce_scatter", group.axis, sum(made.nbytes for made in kept))
         return kept
 
     def wait(self, chunk: int) -> None:
@@ -345,12 +346,6 @@ def _sizes(x_MK: Tensor, weight_NK: Tensor, group: Group, out_nN: Tensor) -> tup
     return (M, K), N
 
 
-def _count(group: Group, M: int, N: int, wire: torch.dtype) -> None:
-    """Tells the meter what this rank sends."""
-    own = len(range(*split(M, group.size, group.rank)))
-    group.meter.count("reduce_scatter", group.axis, (M - own) * N * wire.itemsize)
-
-
 def _not_chained(problem: Problem, device: torch.device) -> str | None:
     if problem.world > 2:
         return f"it adds the own product last, which is the order of 2 ranks, not of {problem.world}"
@@ -363,4 +358,4 @@ PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _pl
 CHUNKS = register(Candidate("chunks", OP, False, cannot, _chunks))
 CHAINED = register(Candidate("chained", OP, False, _not_chained, _chained))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
-PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW), _push))
+PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW_SUMS), _push))

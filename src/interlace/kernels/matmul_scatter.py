@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, Handle
-from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts, start_reduce
+from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts, start_reduce, start_scatter
 from interlace.collectives.operator import Operator, entry
-from interlace.kernels.candidate import Candidate, Problem, pick
+from interlace.kernels.candidate import Candidate, Problem, pays_to_cut, pick
 from interlace.layout import split
 
 
@@ -102,6 +102,9 @@ def _rows(group: Group, x_RM: Tensor, weight_NM: Tensor, inner: int | None, poli
         chosen(x_RM, weight_NM, None, group, made_rN)
         return made_rN
 
+    if not pays_to_cut(2.0 * x_RM.numel() * len(weight_NM) / group.size, x_RM.device):
+        return start_scatter(torch.mm(x_RM, weight_NM.t()), group.in_order(), "scatter").wait()
+
     def product(rank: int, out: Tensor | None) -> Tensor:
         return torch.mm(x_RM[rows[rank]], weight_NM.t(), out=out)
 
@@ -145,12 +148,16 @@ def _gather_product(
         grad_RN = grad_rN.new_empty(count, len(weight_NM))
         chosen(grad_rN, [weight_NM.t()], [None], group, count, [dx_RM], grad_RN)
         return dx_RM, grad_RN
+    if not wants_x or not pays_to_cut(2.0 * grad_rN.numel() * x_RM.shape[1], x_RM.device):
+        grad_RN = start_gather(grad_rN, group.in_order(), count, "gather gradient").wait()
+        if wants_x:
+            torch.mm(grad_RN, weight_NM, out=dx_RM)
+        return dx_RM, grad_RN
     arriving: Handle[Tensor] = start_gather(grad_rN, group, count, "gather gradient")
     start, stop = split(count, group.size, group.rank)
-    if wants_x:
-        torch.mm(grad_rN, weight_NM, out=dx_RM[start:stop])
+    torch.mm(grad_rN, weight_NM, out=dx_RM[start:stop])
     grad_RN = arriving.wait()
-    for low, high in ((0, start), (stop, count)) if wants_x else ():
+    for low, high in ((0, start), (stop, count)):
         if low < high:
             torch.mm(grad_RN[low:high], weight_NM, out=dx_RM[low:high])
     return dx_RM, grad_RN

@@ -35,9 +35,9 @@ from interlace.collectives import Group
 from interlace.kernels import workspace
 from interlace.kernels.candidate import Problem, Tile
 from interlace.kernels.tile import DTYPES, MOST, default_tile, is_interpreted, multiply, place
+from interlace.plan.overlap import tile_places
 from interlace.symmetric.device import admit_descriptors, flush_descriptors, my_rank, remote, signal, wait_until
 
-FEW = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
 LARGE = 128 * 256  # elements of a tile whose sum is made in two halves: more do not fit in registers
 SHARED = 227 * 1024 - 1024  # bytes of a multiprocessor's memory for stages and a tile on its way
 
@@ -285,12 +285,11 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
     """Collective where more is needed than before.  The calls of an operation share `entered` and `epochs`."""
     space = workspace.of(group, op)
     size, most = tile.block_m * tile.block_n, _places(group.device)
-    space.require(
-        {name: need.calls * need.senders * need.tiles * size * need.wire.itemsize for name, need in needs.items()}
-        | {"claims": 16},
-        {f"{name} arrived": group.size * need.tiles for name, need in needs.items()}
-        | {"entered": group.size, "epochs": most},
-    )
+    places = {
+        name: (need.tiles * size * need.wire.itemsize, need.tiles, need.calls * need.senders)
+        for name, need in needs.items()
+    }
+    space.require(*tile_places(places, group.size, most))
     space.follow()
     buffers = {}
     for name, need in needs.items():

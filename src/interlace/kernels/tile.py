@@ -24,6 +24,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from interlace.kernels.candidate import Problem, Tile
+from interlace.plan.overlap import default_blocks
 
 POINTERS, ROWS, COLUMNS = 0, 1, 2  # how a matrix is addressed: by pointers, by descriptors of it or of its transpose
 _POINTERS: tl.constexpr = tl.constexpr(POINTERS)
@@ -31,6 +32,16 @@ _ROWS: tl.constexpr = tl.constexpr(ROWS)
 _COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST = 1 << 31  # descriptors count in int32
+BY_SIZE = {  # of 16-bit numbers
+    (tile.block_m, tile.block_n): tile
+    for tile in (
+        Tile(16, 64, 128, 8, 4, 4, False),
+        Tile(64, 64, 128, 8, 4, 4, False),
+        Tile(128, 64, 64, 8, 4, 5),
+        Tile(128, 256, 64, 8, 8, 4, True, 2),
+        Tile(128, 128, 64, 8, 8, 5),
+    )
+}
 
 
 # --- on the device ---------------------------------------------------------------------------------------------------
@@ -194,23 +205,13 @@ def programs(device: torch.device, tiles: int) -> int:
 
 
 def default_tile(problem: Problem) -> Tile:
-    """A tile for a shape that nobody has tuned: wide or square, whichever needs less of 132 multiprocessors' rounds.
+    """A tile for a shape that nobody has tuned, of `default_blocks`.
 
     The tiles are those that won most often on one H200 (docs/notes/0012-fused-gather.md).
     """
-    M, N = problem.M, problem.N
     if problem.dtype == torch.float32:
         return Tile(64, 64, 32, 8, 8, 2, False)
-    if M <= 64:
-        return Tile(16 if M <= 16 else 64, 64, 128, 8, 4, 4, False)
-    if M <= 128 or N <= 128:
-        return Tile(128, 64, 64, 8, 4, 5)
-    wide, square = 2 * _rounds(M, N, 128, 256), 1.08 * _rounds(M, N, 128, 128)
-    return Tile(128, 256, 64, 8, 8, 4, True, 2) if wide <= square else Tile(128, 128, 64, 8, 8, 5)
-
-
-def _rounds(M: int, N: int, block_m: int, block_n: int, places: int = 132) -> int:
-    return -(-(-(-M // block_m) * -(-N // block_n)) // places)
+    return BY_SIZE[default_blocks(problem.M, problem.N, problem.dtype.itemsize)]
 
 
 def matmul(

@@ -31,10 +31,11 @@ from torch import Tensor
 from interlace.collectives import Group, Meter, make_groups
 from interlace.errors import ConfigError, NumericsError
 from interlace.kernels import measure
-from interlace.kernels.candidate import Candidate, Options, Problem, Tile, candidates
+from interlace.kernels.candidate import Candidate, Options, Problem, Tile, candidates, problem_of, way_of
 from interlace.kernels.measure import Operands
 from interlace.kernels.table import DTYPES, LAUNCHED, NAMES, Entry, Table, options_to, path_of
 from interlace.mesh import Mesh
+from interlace.plan import overlap
 from interlace.plan.fused import predict
 from interlace.topology import Topology
 from interlace.world import World
@@ -160,6 +161,22 @@ def estimates(near: Sequence[tuple[float, Entry]], problem: Problem, device: tor
         name: (own.get(name) or volume) * math.exp(sum(w * off for w, off in found) / sum(w for w, _ in found))
         for name, found in offs.items()
     }
+
+
+def planned(device: str, dtype: str) -> overlap.Chooser:
+    """What "auto" takes on a device of that name, by its table alone, where the device itself is not at hand: a shape
+    that was not measured is taken for the nearest that was.  dtype: "fp32", "fp16" or "bf16"."""
+    table = shipped(device)
+
+    def way(product: overlap.Product, ranks: int) -> overlap.Way:
+        problem = problem_of(product, DTYPES[dtype], ranks)
+        entry = table.find(problem) or next((entry for _, entry in table.around(problem)), None)
+        if entry is None:
+            return overlap.PLAIN
+        name = quickest(entry.seconds)
+        return way_of(name, entry.options_of(name))
+
+    return way
 
 
 def device_name(device: torch.device) -> str:

@@ -32,19 +32,16 @@ import triton
 
 from interlace.collectives import Group, reach
 from interlace.errors import ConfigError
+from interlace.plan import overlap
 from interlace.streams import current
 from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
-from interlace.symmetric.record import GAVE_UP, HEAD
+from interlace.symmetric.record import GAVE_UP
 
 T = TypeVar("T")
 TIMEOUT = 60.0  # seconds of every wait; ranks may compile at different moments
 LOOK = 64  # calls between two looks at whether a wait gave up
 ROUTES = 256  # that are kept: a changing number of rows makes new ones
-LARGER = 1.5  # times what was there, at least, when memory grows
-UNIT = 1 << 21  # bytes; arenas are multiples
-ALIGNMENT = 256  # bytes, of each buffer
-RESERVE = 1024  # bytes a buffer or set of words may cost beside its own
 
 
 @triton.jit
@@ -112,7 +109,7 @@ class Workspace:
 
         Collective, and words begin anew, when something is larger than before.  ConfigError inside a graph's capture.
         """
-        words = {"meet": self.size, "epoch": 1, **words}
+        words = overlap.every_word(words, self.size)
         if self._has(buffers, words):
             return
         if self._is_captured():
@@ -121,9 +118,7 @@ class Workspace:
                 "these sizes before the capture."
             )
         for name, nbytes in buffers.items():
-            before = self._bytes.get(name, 0)
-            if nbytes > before:
-                self._bytes[name] = _up(max(nbytes, int(LARGER * before)), ALIGNMENT)
+            self._bytes[name] = overlap.grown(self._bytes.get(name, 0), nbytes)
         for name, count in words.items():
             self._words[name] = max(count, self._words.get(name, 0))
         self._renew()
@@ -158,9 +153,8 @@ class Workspace:
                 self._kept.append(self._heap)
             else:
                 self._heap.close()
-        need = HEAD + sum(nbytes + RESERVE for nbytes in self._bytes.values())
-        need += sum(8 * count + RESERVE for count in self._words.values())
-        self._heap = SymmetricHeap(_up(need, UNIT), self._process_group, self.device, TIMEOUT)
+        nbytes = overlap.arena(self._bytes, self._words)
+        self._heap = SymmetricHeap(nbytes, self._process_group, self.device, TIMEOUT)
 
     def buffer(
         self, name: str, rank: int | None, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
@@ -315,8 +309,17 @@ def check(group: Group) -> None:
 
 def arenas(group: Group) -> list[torch.Tensor]:
     """The memory of all ranks, as this one addresses it, that the group's operations hold."""
-    heaps = [heap for space in _held(group).spaces.values() for heap in (space._heap, *space._kept) if heap is not None]
-    return [arena for heap in heaps for arena in heap.fabric.arenas]
+    return [arena for heap in _heaps(group) for arena in heap.fabric.arenas]
+
+
+def contexts(group: Group) -> list[torch.Tensor]:
+    """The few words on this rank that tell its kernels where those arenas are."""
+    return [heap.context for heap in _heaps(group)]
+
+
+def _heaps(group: Group) -> list[SymmetricHeap]:
+    spaces = _held(group).spaces.values()
+    return [heap for space in spaces for heap in (space._heap, *space._kept) if heap is not None]
 
 
 def release(group: Group) -> None:
@@ -338,7 +341,3 @@ def on(heap: SymmetricHeap, group: Group) -> Iterator[None]:
         yield
     finally:
         del _GROUPS[group]
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

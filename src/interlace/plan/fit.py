@@ -16,6 +16,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
 from interlace.plan.context import EXCHANGES, splits_heads
 from interlace.plan.memory import estimate, gib, micro_batching
+from interlace.plan.overlap import Chooser
 from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
 from interlace.plan.tensor import local_heads
@@ -31,10 +32,12 @@ def check(
     memory_bytes: int | None = None,
     available_axes: Sequence[str] = ("dp",),
     device: str = "cuda",
+    ways: Chooser | None = None,
 ) -> None:
     """PlanError unless `config.plan` can run on `world` ranks of `memory_bytes` each (None = do not ask).
 
     available_axes: axes that can be executed, of dp, tp, pp, cp, ep and shard; any other must be 1 (shard 0 or 1).
+    ways: how products of tp run (`memory.estimate`).
     """
     if world < 1:
         raise PlanError(f"a run needs at least 1 rank, found {world}")
@@ -46,11 +49,11 @@ def check(
         validate(read_csv(plan.schedule))
     reason = _reason(config, cfg, plan, world, available_axes)
     if reason is None and memory_bytes is not None:
-        memory = estimate(config, plan, device)
+        memory = estimate(config, plan, device, ways)
         if memory.total > memory_bytes:
             reason = f"needs {gib(memory.total)} a rank ({memory}), found {gib(memory_bytes)}"
     if reason is not None:
-        near = _suggestion(config, world, memory_bytes, available_axes, device)
+        near = _suggestion(config, world, memory_bytes, available_axes, device, ways)
         raise PlanError(f'the parallel plan "{plan}" {reason}: {near}')
 
 
@@ -61,6 +64,7 @@ def nearest_plans(
     available_axes: Sequence[str] = ("dp",),
     device: str = "cuda",
     count: int = 3,
+    ways: Chooser | None = None,
 ) -> tuple[ParallelPlan, ...]:
     """Up to `count` plans for `world` ranks that divide and fit, nearest to `config.plan` first; empty if none does.
 
@@ -75,7 +79,7 @@ def nearest_plans(
     }
     found: list[ParallelPlan] = []
     for plan in sorted(candidates, key=lambda plan: (_distance(asked, plan), str(plan))):
-        if memory_bytes is None or estimate(config, plan, device).total <= memory_bytes:
+        if memory_bytes is None or estimate(config, plan, device, ways).total <= memory_bytes:
             found.append(plan)
             if len(found) == count:
                 break
@@ -89,8 +93,7 @@ def random_plans(
 
     Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches by number
     or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage and halves of experts; transport is as
-    in `config.plan`.  Fused products are drawn for tp=2 alone: on more ranks some send more than layouts say, which
-    `verify` would call wrong.
+    in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -105,7 +108,7 @@ def random_plans(
             zero=zero,
             shard=draw.choice(shards),
             recompute=draw.choice(RECOMPUTE),
-            overlap=draw.choice(("auto", "plain", "off", *(["fused"] if tp == 2 else []))),
+            overlap=draw.choice(("auto", "plain", "off", *(["fused"] if tp > 1 else []))),
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
@@ -380,13 +383,18 @@ def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
 
 
 def _suggestion(
-    config: Config, world: int, memory_bytes: int | None, available_axes: Sequence[str], device: str
+    config: Config,
+    world: int,
+    memory_bytes: int | None,
+    available_axes: Sequence[str],
+    device: str,
+    ways: Chooser | None,
 ) -> str:
     """The end of a refusal: the nearest plan that works, on these ranks or on more of them."""
-    if found := nearest_plans(config, world, memory_bytes, available_axes, device, count=1):
+    if found := nearest_plans(config, world, memory_bytes, available_axes, device, 1, ways):
         return f'the nearest that works is "{found[0]}"'
     for more in (world * 2**doublings for doublings in range(1, 8)):
-        if found := nearest_plans(config, more, memory_bytes, available_axes, device, count=1):
+        if found := nearest_plans(config, more, memory_bytes, available_axes, device, 1, ways):
             return f'none fits {_ranks_text(world)}, the nearest that works is "{found[0]}" on {more}'
     if memory_bytes is not None:
         return f"none fits up to {world * 128} ranks, so take a smaller model or sequence_length"

@@ -20,8 +20,9 @@ worst: the end of forward, when activations and the work of the loss are there; 
 Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
 its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Over tp, heads and
 inner features are split, and with sequence=on the rows of the residual stream, its norms and dropout; the inputs of
-products, which are gathered once for both passes, are whole.  Not counted: what
-the device's own runtime and communication library take (1-2 GB on a GPU), and the allocator's fragments.
+products, which are gathered once for both passes, are whole.  Fused products of tp hold symmetric memory, an arena for
+each operation, whatever the number of layers (`plan.overlap`).  Not counted: what the device's own runtime and
+communication library take (1-2 GB on a GPU), and the allocator's fragments.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import exchange as fused_exchange
+from interlace.plan import overlap
 from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
+from interlace.plan.share import overlapped
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.plan.tensor import local_heads, slices
 from interlace.schedule import generate, read_csv, validate
@@ -50,7 +53,7 @@ class Memory:
     """Bytes on the most loaded rank at the worst moment: the end of forward, or the beginning or end of backward.
 
     gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of the two gradient
-    reductions that may be under way.
+    reductions that may be under way.  symmetric: what peers write to in fused products of tp.
     """
 
     parameters: int
@@ -60,6 +63,7 @@ class Memory:
     activations: int
     logits: int
     transfer: int = 0
+    symmetric: int = 0
 
     @property
     def total(self) -> int:
@@ -90,14 +94,30 @@ def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
     return plan.micro_batches, math.ceil(sequences / plan.micro_batches)
 
 
-def estimate(config: Config, plan: ParallelPlan, device: str = "cuda") -> Memory:
-    """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu"."""
+def estimate(
+    config: Config,
+    plan: ParallelPlan,
+    device: str = "cuda",
+    ways: overlap.Chooser | None = None,
+) -> Memory:
+    """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu".
+
+    ways: how each product of tp runs whose transfers may be fused.  None: with overlap=fused as holds most memory,
+    otherwise plain, as on a device without a table.
+    """
     cfg = config.model_config()
-    ranks = (_rank(config, cfg, plan, device, rank) for rank in range(plan.pp))
+    ranks = (_rank(config, cfg, plan, device, rank, ways) for rank in range(plan.pp))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, rank: int) -> Memory:
+def _rank(
+    config: Config,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    device: str,
+    rank: int,
+    ways: overlap.Chooser | None,
+) -> Memory:
     """Of the ranks at place `rank` along the pipeline."""
     compute = 2 if config.train.precision == "bf16" else 4
     count, sequences = micro_batching(config, plan)
@@ -133,7 +153,25 @@ def _rank(config: Config, cfg: ModelConfig, plan: ParallelPlan, device: str, ran
         activations=activations,
         logits=logits,
         transfer=transfer,
+        symmetric=_symmetric(config, plan, device, rank, ways),
     )
+
+
+def _symmetric(
+    config: Config,
+    plan: ParallelPlan,
+    device: str,
+    rank: int,
+    ways: overlap.Chooser | None,
+) -> int:
+    """What the fused products of a step hold on every rank of tp."""
+    if ways is None and plan.overlap != "fused":
+        return 0
+    sizes = (2 if config.train.precision == "bf16" else 4, plan.tp, overlap.MULTIPROCESSORS[device])
+    first = rank * plan.world // plan.pp  # which has as many sequences as any at this place
+    found = overlapped(replace(config, plan=plan), first, config.train.global_batch)
+    chosen = [ways(each, plan.tp) if ways else overlap.roomiest(each, *sizes) for each in found]
+    return overlap.held(zip(found, chosen, strict=True), *sizes)
 
 
 def _own_stages(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
 from interlace.mesh import Mesh
-from interlace.plan import context, expert, tensor
+from interlace.plan import context, expert, overlap, tensor
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.schedule.table import SENDS
@@ -142,11 +142,13 @@ def share(
     batch: int,
     documents: context.Documents | None = None,
     visits: expert.Visits | None = None,
+    ways: overlap.Ways | None = None,
 ) -> Share:
     """The part of `rank` in a step on a global batch of `batch` sequences.
 
     documents: where documents begin in each sequence, which decides what travels along cp; None = attention does not
-    care.  visits: how often each expert is chosen, which decides what travels along ep; None = all alike.
+    care.  visits: how often each expert is chosen, which decides what travels along ep; None = all alike.  ways: how
+    each of `overlapped`'s products runs, which decides what travels along tp; None = plain.
     """
     given = config
     if given.plan.cp > 1 or given.plan.ep > 1:
@@ -181,6 +183,8 @@ def share(
     main, copies, gradients = kept
     if plan.tp > 1:
         sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
+        if ways is not None:
+            overlap.beyond(overlapped(given, rank, batch), ways, compute, plan.tp, place, sent)
         sent.update(_paid(plan, mesh, rank, found))
         sent["all_gather"] += SCALARS * (plan.tp - 1)
     if plan.pp > 1:
@@ -199,6 +203,17 @@ def share(
         flops=tensor.products(cfg, plan, place, counts, length, held_here, rows),
         sent=dict(sent),
     )
+
+
+def overlapped(config: Config, rank: int, batch: int) -> Counter[overlap.Product]:
+    """The products of a rank in a step whose transfers may be fused, and how often each runs."""
+    plan, mesh = config.plan, Mesh.of(config.plan)
+    length = context.held(config.data.sequence_length, plan.cp, mesh.index(rank, "cp"))
+    held_here = held_units(config, rank)
+    found: Counter[overlap.Product] = Counter()
+    for count in computed_sequences(plan, mesh, rank, batch, config.run.reproducible == "plan"):
+        found.update(overlap.products(config.model_config(), plan, count * length, held_here))
+    return found
 
 
 def _resident(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> tuple[int, ...]:

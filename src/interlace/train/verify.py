@@ -23,7 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from interlace import spec
 from interlace.config import Config, ParallelPlan, loads
 from interlace.errors import InterlaceError
+from interlace.kernels.candidate import ways
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
 from interlace.plan.context import pieces, places
 from interlace.plan.expert import Visits
-from interlace.plan.share import share
+from interlace.plan.overlap import Product, Way
+from interlace.plan.share import overlapped, share
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
 from interlace.train.data import IGNORED, Dataset
@@ -373,12 +375,24 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
             found["sent"] = {}
             for (collective, _), nbytes in session.meter.sent.items():
                 found["sent"][collective] = found["sent"].get(collective, 0) + nbytes
+            found["ways"] = _ways(session)
         session.advance()
     weights = itertools.chain(model.whole_parameters(), model.module.named_buffers())
     found["digests"]["weight"] = _collect(world, folder, "weight-plan", weights, stage)
     found["fused"] = any(getattr(module, "fused", None) is not None for module in model.module.modules())
     gc.unfreeze()
     return found
+
+
+def _ways(session: sessions.Session) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """How each product of the step that may be fused runs on this rank: (`Product`, `Way`) as plain values."""
+    cfg = session.cfg
+    batch = len(session.dataset.indices(session.cursor, cfg.train.global_batch))
+    products = overlapped(cfg, session.world.rank, batch)
+    if not products:
+        return []
+    way = ways(session.groups["tp"], torch.float32, cfg.plan.overlap)
+    return [(asdict(product), asdict(way(product, cfg.plan.tp))) for product in products]
 
 
 def bits(world: World, config: str, steps: int) -> dict[str, Any]:
@@ -447,9 +461,9 @@ def _resident(session: sessions.Session) -> dict[str, int]:
         seen |= storages.keys()
     elsewhere = [*session.dataset.tensors(), *session.model.peer_tensors()]
     if "interlace.kernels.workspace" in sys.modules:  # something fused has run
-        arenas = sys.modules["interlace.kernels.workspace"].arenas
-        elsewhere += [memory for axis in ("tp", "ep") if axis in session.groups.by_axis
-                      for memory in arenas(session.groups[axis])]  # fmt: skip
+        workspace = sys.modules["interlace.kernels.workspace"]
+        for axis in {"tp", "ep"} & session.groups.by_axis.keys():
+            elsewhere += workspace.arenas(session.groups[axis]) + workspace.contexts(session.groups[axis])
     seen |= {t.untyped_storage().data_ptr() for t in elsewhere}
     known = sum(sizes.values())
     for _ in range(LOOKS):
@@ -517,9 +531,11 @@ def _visits(cfg: Config, folder: Path, batch: int) -> Visits:
 def _accounts(
     cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
 ) -> Iterator[Account]:
+    given = cfg
     if cfg.plan.overlap == "fused" and not found["fused"]:  # rows of experts go by all-to-all where peers are far
-        cfg = replace(cfg, plan=replace(cfg.plan, overlap="plain"))
-    expected = share(cfg, rank, alone["batch"], alone["documents"], visits)
+        given = replace(cfg, plan=replace(cfg.plan, overlap="auto"))
+    chosen = {Product(**product): Way(**way) for product, way in found["ways"]}
+    expected = share(given, rank, alone["batch"], alone["documents"], visits, chosen)
     resident = found["resident"]
     for kind in ("main", "copies", "gradients", "optimizer"):
         yield Account(rank, f"bytes of {kind}", resident[kind], getattr(expected, kind))
