@@ -5,7 +5,8 @@ The same seed and data go through one process, which knows nothing of parallel c
 Compared are the loss of every step, every gradient of the first, and the final weights (`train.difference` says when
 two tensors are equal).  Ranks that hold a tensor whole must hold the same bits.  And on every rank, resident bytes of
 weights, gathered copies, gradients and optimizer, FLOPs of matrix products, and bytes sent by collective must lie
-within 1 % of `plan.share`; a plan that secretly keeps everything fails there.
+within 1 % of `plan.share`; a plan that secretly keeps everything fails there.  What fused products along tp send is
+what the ways send that the plan chooses (`plan.overlap`), as every rank says; which those are is no part of the proof.
 
 `exact` asks for more: the same bits.  Under `run.reproducible = "plan"` the steps as configured, AdamW included, run
 under dp=1 and under the plan, and losses, norms and the digest of the weights must be equal.
