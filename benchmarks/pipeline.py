@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.collectives import Groups, Lines, Meter, all_gather, make_groups, make_lines
