@@ -6,8 +6,8 @@
 Both run the same stages, cut alike, in bf16 on a GPU and fp32 on a CPU, over the same random tokens; weights are
 whole, gradients add up in `.grad`, no optimizer runs.  Loss and gradient norm of ours are compared with the peer's
 before anything is timed.  Ours is shown with the bubble that it had (1 - computing / step, the mean over ranks) beside
-that of its table with the times that its own actions took.  --sleep MS: stages that sleep MS for F, I and W instead,
-without a model, against the table alone.
+that of its table with the times that its own actions took.  Where its schedule splits backward, the peer's loss takes
+whole logits.  --sleep MS: stages that sleep MS for F, I and W instead, without a model, against the table alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from interlace.collectives import Groups, Lines, Meter, all_gather, make_groups, make_lines
@@ -83,14 +82,20 @@ class Cut:
         self.hidden = torch.zeros(size.batch, size.length, size.cfg.hidden_size, dtype=dtype, device=device)
         self.scale = 1.0 / self.labels.numel()
 
-    def compute(self, stage: int) -> Callable[[int, Tensor | None], tuple[Tensor | None, Tensor | None]]:
-        part = self.parts[stage]
+    def compute(
+        self, stage: int, whole_logits: bool = False
+    ) -> Callable[[int, Tensor | None], tuple[Tensor | None, Tensor | None]]:
+        """whole_logits: the loss by PyTorch's own function."""
+        part, cross_entropy = self.parts[stage], torch.nn.functional.cross_entropy
 
         def run(j: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
             context = part.context((self.size.batch, self.size.length), self.device)
             output = part.hidden(self.tokens[j] if x is None else x, context)
             if stage < self.last:
                 return output, None
+            if whole_logits:
+                logits_NV = part.head(output, None).flatten(0, -2).float()
+                return None, cross_entropy(logits_NV, self.labels[j].flatten(), reduction="sum") * self.scale
             return None, part.head(output, self.labels[j]) * self.scale
 
         return run
@@ -143,7 +148,9 @@ class Theirs:
         group = groups["pp"]
         table = generate(name, group.size, size.micro_batches, chunks_for(name))
         self.cut = Cut(size, table, group.rank, group.device)
-        parts = {s: native.Part(self.cut.parts[s], self.cut.compute(s), s == 0) for s in self.cut.own}
+        # PyTorch 2.11's split backward cannot run an autograd.Function, such as the loss that never holds the logits.
+        whole = table.splits_backward
+        parts = {s: native.Part(self.cut.parts[s], self.cut.compute(s, whole), s == 0) for s in self.cut.own}
         example = self.cut.tokens[0], self.cut.hidden.clone().requires_grad_()
         self.run = native.build(name, parts, table.stages, size.micro_batches, example, group.device)
 
