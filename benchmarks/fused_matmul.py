@@ -207,7 +207,7 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
     samples, hosts = measure.interleaved(calls, group, _rounds(setup, calls, group), batch)
     samples, options = best_variants(samples, own)
     even = {name[4:]: statistics.median(v[::2]) for name, v in samples.items() if name.startswith("own ")}
-    chosen, source = (choice.name, choice.source) if choice is not None else (tune.quickest(even), "picked")
+    chosen, source = (choice.name, choice.source) if choice is not None else (tune.quickest(even, row.op), "picked")
     if f"own {tune.PLAIN}" not in samples or f"own {chosen}" not in samples:
         raise RuntimeError(f"{chosen}, or plain, did not run ({wrong})")
     if row.kind != "held-out":

@@ -194,13 +194,27 @@ def test_plain_wins_ties_and_fused_is_the_best_of_the_others(h200: dict[str, str
     assert chosen(found, policy="fused") == ("plain", "default")
 
 
+def test_kernels_that_wait_for_peers_are_taken_where_they_were_measured(h200: dict[str, str]) -> None:
+    beside = problem(8192, 10240, 8192)
+    for times, exact, near in (
+        ({"plain": 1e-3, "chunks": 0.9e-3, "persistent": 0.7e-3}, "persistent", "chunks"),
+        ({"plain": 1e-3, "chunks": 0.705e-3, "persistent": 0.7e-3}, "chunks", "chunks"),  # a tie
+        ({"plain": 1e-3, "chunks": 1.1e-3, "persistent": 0.5e-3}, "persistent", "plain"),
+    ):
+        found = held(entry(seconds=times))
+        assert chosen(found) == (exact, "table")
+        assert chosen(found, beside) == (near, "model")
+    h200.update(chunks="no", push="no")
+    assert chosen(found, beside, "fused") == ("persistent", "model"), "there is no other"
+
+
 def test_nothing_measured_is_plain_and_fused_goes_by_the_model() -> None:
     assert chosen(Table(H200)) == ("plain", "default")
     for other in ({"world": 8}, {"dtype": torch.float16}, {"op": "matmul_all_reduce"}):
         assert chosen(held(entry()), problem(**other)) == ("plain", "default"), "no measurement speaks for it"
     for M in (16, 64, 8192):
         priced = predict(Topology.load("h200"), OP, M, 3584, 8192)
-        best = min(("chunks", "persistent", "push"), key=priced.__getitem__)
+        best = min(("chunks", "push"), key=priced.__getitem__)  # "persistent" waits inside its kernel
         assert chosen(Table(H200), problem(M, 3584, 8192), policy="fused") == (best, "model")
     assert chosen(Table(H200), problem(dtype=torch.float64), policy="fused") == ("chunks", "model"), "any that runs"
 

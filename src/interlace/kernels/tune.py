@@ -73,7 +73,8 @@ def lookup(problem: Problem, device: torch.device, policy: str = "auto") -> tupl
     """The name of the candidate to run, and its options.
 
     policy: "auto" takes a fused one where the device's table, or shapes near by in it, say that it wins; "fused" the
-    best that is not "plain", by the model where nothing is measured; "plain" and "off" are "plain".
+    best that is not "plain", by the model where nothing is measured; "plain" and "off" are "plain".  Those whose
+    kernels wait for peers are taken for measured shapes alone, if there are others.
     """
     choice = _choice(problem, device, policy)
     return choice.name, choice.options
@@ -122,15 +123,27 @@ def choose_from(table: Table, problem: Problem, device: torch.device, policy: st
     known = {name: seconds[name] for name in names if name in seconds}
     if policy == "fused":
         known.pop(PLAIN, None)
-    name = quickest(known) if known else (others[0] if policy == "fused" else PLAIN)
+    if source == "model":  # what waits inside a kernel has been 10 times off it (docs/notes/0017-host-time.md)
+        known = _without_waits(known, problem.op) or (known if policy == "fused" else {})
+    name = quickest(known, problem.op) if known else (others[0] if policy == "fused" else PLAIN)
     options = next((entry.options_of(name) for _, entry in near if name in entry.seconds), Options())
     return Choice(name, source, options, seconds)
 
 
-def quickest(seconds: Mapping[str, float]) -> str:
-    """The name with the least; "plain" within a tie."""
+def quickest(seconds: Mapping[str, float], op: str) -> str:
+    """The name with the least; within a tie "plain", or else one whose kernels do not wait for peers."""
     best = min(seconds, key=seconds.__getitem__)
-    return PLAIN if PLAIN in seconds and seconds[best] > (1 - TIE) * seconds[PLAIN] else best
+    if PLAIN in seconds and seconds[best] > (1 - TIE) * seconds[PLAIN]:
+        return PLAIN
+    others = _without_waits(seconds, op)
+    other = min(others, key=others.__getitem__, default=best)
+    return other if seconds[best] > (1 - TIE) * seconds[other] else best
+
+
+def _without_waits(seconds: Mapping[str, float], op: str) -> dict[str, float]:
+    """Those candidates whose products hold no multiprocessor while they wait for a peer."""
+    known = candidates(op)
+    return {name: value for name, value in seconds.items() if name in known and not known[name].single_kernel}
 
 
 def estimates(near: Sequence[tuple[float, Entry]], problem: Problem, device: torch.device) -> dict[str, float]:
@@ -173,7 +186,7 @@ def planned(device: str, dtype: str) -> overlap.Chooser:
         entry = table.find(problem) or next((entry for _, entry in table.around(problem)), None)
         if entry is None:
             return overlap.PLAIN
-        name = quickest(entry.seconds)
+        name = quickest(entry.seconds, product.op)
         return way_of(name, entry.options_of(name))
 
     return way
@@ -217,7 +230,7 @@ class Measured:
 
     @property
     def best(self) -> str:
-        return quickest(self.seconds)
+        return quickest(self.seconds, self.problem.op)
 
     @property
     def entry(self) -> Entry:
