@@ -29,10 +29,11 @@ def test_the_same_products_as_operators_of_a_graph(run_ranks: Run) -> None:
     run_ranks(f"{OURS}:products", 2, {"traced": True})
 
 
+@pytest.mark.timeout(300)  # the first that a C++ compiler is asked for on a machine takes it minutes
 def test_a_compiled_block_is_one_graph(run_ranks: Run) -> None:
     """Seven heads over two ranks that share their key head, biases everywhere, 23 features, 39 rows and then 18."""
     backend = "inductor" if shutil.which("g++") else "aot_eager"
-    for rank in run_ranks(f"{OURS}:one_graph", 2, {"backend": backend}, 110.0):
+    for rank in run_ranks(f"{OURS}:one_graph", 2, {"backend": backend}, 280.0):
         for plain, compiled in rank:
             assert plain == compiled
             assert plain["all_gather"] > 0
