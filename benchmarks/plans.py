@@ -19,6 +19,7 @@ import torch
 
 from interlace.collectives.handle import between, now
 from interlace.config import load, loads
+from interlace.kernels import tune
 from interlace.launch import run_local
 from interlace.plan.memory import estimate
 from interlace.train import session as sessions
@@ -112,7 +113,8 @@ def main() -> None:
         device = "cuda" if on_gpu else "cpu"
         found = run_local("plans:measure", ranks, argument, device=device, timeout=120.0)
         ms = statistics.median(max(times) for times in zip(*(rank["times"][2:] for rank in found), strict=True))
-        peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device).total
+        ways = tune.planned(machine, "bf16") if on_gpu else None
+        peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device, ways=ways).total
         off = f"{100 * (planned / peak - 1):+.1f}" if peak else "-"
         words = " ".join(settings) or "-"
         lines.append(

@@ -69,7 +69,7 @@ def test_one_half_for_every_call_is_found() -> None:
 
 
 def test_a_word_before_its_rows_is_found() -> None:
-    def push(self: arrival.Arrival) -> None:
+    def push(self: arrival.Arrival) -> int:
         heap = self.space.heap
         ready = heap.event()
         with heap.stream("push"):
@@ -78,6 +78,7 @@ def test_a_word_before_its_rows_is_found() -> None:
                 heap.write(word, self.turn.number)
                 heap.copy(target, piece.of(self.x_mK))
             self._sent = heap.event()
+        return 0
 
     with mock.patch.object(arrival.Arrival, "_push", push):
         assert found(name="persistent", count=5, calls=1) & {"wrong order", "data race", "buffer reused"}

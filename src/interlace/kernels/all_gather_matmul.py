@@ -116,7 +116,6 @@ def chained(
     options: Options = NO_OPTIONS,
 ) -> None:
     """options.chunks: the number of slices."""
-    _counted(x_mK, group)
     plan = Slices(count, x_mK.shape[1], x_mK.dtype, group.size, options.chunks or 2)
     arrival = Arrival(plan.pack(x_mK), group, OP, plan)
     start, stop = split(count, group.size, group.rank)
@@ -173,16 +172,11 @@ def persistent(
 
 
 def _begin(x_mK: Tensor, group: Group, count: int, options: Options, gathered: Tensor | None) -> Arrival:
-    _counted(x_mK, group)
     plan = Chunks(count, x_mK.shape[1], x_mK.dtype, group.size, options.chunks or 1)
     arrival = Arrival(x_mK.contiguous(), group, OP, plan)
     if gathered is not None:
         arrival.keep(gathered)
     return arrival
-
-
-def _counted(x_mK: Tensor, group: Group) -> None:
-    group.meter.count("all_gather", group.axis, x_mK.numel() * x_mK.element_size() * (group.size - 1))
 
 
 # --- one kernel that waits -------------------------------------------------------------------------------------------
@@ -302,7 +296,7 @@ def push(
     gathered: Tensor | None = None,
     options: Options = NO_OPTIONS,
 ) -> None:
-    _counted(x_mK, group)
+    group.meter.count("all_gather", group.axis, x_mK.numel() * x_mK.element_size() * (group.size - 1))
     space, K, x_mK = workspace.of(group, OP), x_mK.shape[1], x_mK.contiguous()
     space.require(*few_rows(count, K, x_mK.element_size(), group.size, space.places(1 << 30)))
     space.follow()

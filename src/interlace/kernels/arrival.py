@@ -179,7 +179,7 @@ class Arrival:
         self._begin = self.turn.half * (self.space.tensors["rows"].nbytes // 2 // ALIGNMENT * ALIGNMENT)
         self.route: Route = self.space.route((plan, self.turn.half, self.turn.in_memory), self._route)
         self._kept: Event | None = None
-        self._push()
+        group.meter.count("all_gather", group.axis, self._push())
 
     def _route(self) -> Route:
         rank, plan = self.space.rank, self.plan
@@ -195,16 +195,19 @@ class Arrival:
         ]
         return Route(sends, words, chunks)
 
-    def _push(self) -> None:
-        heap, number = self.space.heap, self.turn.number
+    def _push(self) -> int:
+        """Bytes that are on their way."""
+        heap, number, nbytes = self.space.heap, self.turn.number, 0
         ready = heap.event()
         with heap.stream("push"):
             ready.wait()
             for piece, target, word in self.route.sends:
                 if target.numel():
                     heap.copy(target, piece.of(self.x_mK))
+                    nbytes += target.nbytes
                 heap.write(word, number)
             self._sent = heap.event()
+        return nbytes
 
     def view(self, offset: int, shape: tuple[int, ...], rank: int | None = None) -> Tensor:
         """What lies at a byte of this call's half, at this rank or a peer."""
