@@ -102,6 +102,7 @@ class Candidate:
             group.meter.flops += 2 * x.numel() * len(weight)
 
 
+PLAIN = ("plain", "off")  # policies that never take another
 CANDIDATES: dict[str, dict[str, Candidate]] = {op: {} for op in OPS}
 _FORCED: list[tuple[str, Options]] = []  # of the whole process: backward runs in threads of its own
 
@@ -123,7 +124,8 @@ def register(candidate: Candidate) -> Candidate:
 
 def candidates(op: str) -> dict[str, Candidate]:
     """All of an operation, by name."""
-    importlib.import_module(f"interlace.kernels.{op}")
+    if not CANDIDATES[op]:
+        importlib.import_module(f"interlace.kernels.{op}")
     return CANDIDATES[op]
 
 
@@ -157,7 +159,7 @@ def choose(problem: Problem, device: torch.device, policy: str = "auto") -> Cand
         from interlace.kernels import tune  # it measures what registers here
 
         name, options = tune.lookup(problem, device, policy)
-        return replace(known[name], options=options)
+        return known[name] if options == known[name].options else replace(known[name], options=options)
     return known["plain"]
 
 
@@ -168,7 +170,7 @@ def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | No
     loads Triton, is other than plain.
     """
     asked = policy == "fused" or group.device.type != "cpu"
-    if group.size == 1 or (not asked and "triton" not in sys.modules):
+    if group.size == 1 or (not asked and "triton" not in sys.modules) or (policy in PLAIN and not _FORCED):
         return None
     chosen = choose(problem, group.device, policy)
     if chosen.name == "plain":
