@@ -102,7 +102,7 @@ class Candidate:
             group.meter.flops += 2 * x.numel() * len(weight)
 
 
-PLAIN = ("plain", "off")  # policies that never take another
+CALM = ("plain", "off")  # policies that never take another
 CANDIDATES: dict[str, dict[str, Candidate]] = {op: {} for op in OPS}
 _FORCED: list[tuple[str, Options]] = []  # of the whole process: backward runs in threads of its own
 
@@ -170,7 +170,7 @@ def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | No
     loads Triton, is other than plain.
     """
     asked = policy == "fused" or group.device.type != "cpu"
-    if group.size == 1 or (not asked and "triton" not in sys.modules) or (policy in PLAIN and not _FORCED):
+    if group.size == 1 or (not asked and "triton" not in sys.modules) or (policy in CALM and not _FORCED):
         return None
     chosen = choose(problem, group.device, policy)
     if chosen.name == "plain":
