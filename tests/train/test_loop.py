@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -448,3 +449,11 @@ def test_compiled_blocks_give_the_same_losses(run_ranks: Callable[..., Any], tmp
     )
     plain = runs.losses(runs.config(tmp_path, out="false"))
     assert [first, second] == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_model_goes_with_its_run(tmp_path: Path) -> None:
+    """The loop takes what lives as long as the run out of the collector's sight, and gives it back."""
+    train(runs.config(tmp_path, overrides=["model.num_layers=1"]))
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    assert not [thing for thing in gc.get_objects() if type(thing) is Decoder and thing.cfg.num_layers == 1]

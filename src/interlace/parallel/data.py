@@ -40,7 +40,7 @@ from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
 from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
-from interlace.parallel.units import Unit, find_units, homes, tensors_of
+from interlace.parallel.units import Unit, find_units, homes, tensors_of, when_ready
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
@@ -506,9 +506,7 @@ class DataParallel(nn.Module):
         for unit in [*self.units, self.root]:
             for number, flat in enumerate(unit.flats):
                 for index, member in enumerate(flat.members if flat.trainable else []):
-                    member.parameter.register_post_accumulate_grad_hook(
-                        lambda p, unit=unit, number=number, index=index: self._gradient_ready(unit, number, index)
-                    )
+                    when_ready(member.parameter, self._gradient_ready, unit, number, index)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from interlace.parallel.data import IN_FLIGHT, DataParallel
 from interlace.parallel.flat import Flat, Placement, Round, Slot, choose_slots
 from interlace.parallel.split import Switch
 from interlace.parallel.state import combined, digests
-from interlace.parallel.units import ROOT, Unit
+from interlace.parallel.units import ROOT, Unit, when_ready
 
 
 class StagedParallel(DataParallel):
@@ -289,9 +289,7 @@ class StagedParallel(DataParallel):
             unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._show(unit), prepend=True)
         for flat in self._trainable:
             for index, member in enumerate(flat.members):
-                member.parameter.register_post_accumulate_grad_hook(
-                    lambda p, flat=flat, index=index: self._accumulate(flat, index)
-                )
+                when_ready(member.parameter, self._accumulate, flat, index)
 
     def _show(self, unit: Unit) -> None:
         for flat in unit.flats:

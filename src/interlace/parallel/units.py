@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
@@ -94,3 +95,19 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     leaves = tree_leaves(value)
     inside = [vars(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)]
     return [leaf for leaf in leaves + tree_leaves(inside) if isinstance(leaf, torch.Tensor)]
+
+
+def when_ready(parameter: nn.Parameter, method: Callable[..., None], part: object, *rest: int) -> None:
+    """Calls `method(part, *rest)` whenever the parameter's gradient is there.
+
+    PyTorch keeps such hooks where the garbage collector does not look: what they hold would never go, and that is the
+    whole engine.  So they hold nothing; the hooks of modules hold the engine as long as there is a module.
+    """
+    found, of = weakref.WeakMethod(method), weakref.ref(part)
+
+    def hook(parameter: object) -> None:
+        call, alive = found(), of()
+        if call is not None and alive is not None:
+            call(alive, *rest)
+
+    parameter.register_post_accumulate_grad_hook(hook)

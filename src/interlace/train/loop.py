@@ -78,8 +78,11 @@ def run(world: World, config: str, resume: str = "") -> dict[str, Any]:
     world.status(operation="set-up")
     session = sessions.build(world, cfg)
     start, continues = _resume(session, resume)
-    with _RunFolder(session, start, continues) as folder:
-        return _train(session, folder, start)
+    try:
+        with _RunFolder(session, start, continues) as folder:
+            return _train(session, folder, start)
+    finally:
+        gc.unfreeze()
 
 
 def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def _settle() -> None:
     """Takes all objects there are out of the garbage collector's sight, on every rank at the same step.
 
     A collection looks at all of them, 75 to 350 ms with PyTorch's compiler loaded, and ranks would collect at different
-    moments, each while the others wait for it.
+    moments, each while the others wait for it.  `run` gives them back, since its model holds itself.
     """
     gc.collect()
     gc.freeze()
