@@ -202,6 +202,27 @@ class Words(nn.Module):
         return self.head(self.norm(self.words(tokens)))
 
 
+def traced_words(world: World) -> None:
+    """A module whose logits are gathered, compiled by its user, for sequences of several lengths."""
+    torch.manual_seed(0)
+    plain = Words().double()
+    own = Words().double()
+    own.load_state_dict(plain.state_dict())
+    model = interlace.parallelize(own, f"tp={world.size}", {"words": Role.VOCAB, "head": Role.VOCAB})
+    own.forward = torch.compile(own.forward)
+    for length in (13, 7, 10):
+        plain.zero_grad()
+        tokens = (torch.arange(length) * 5 % 13).view(1, -1)
+        (expected := plain(tokens)).square().sum().backward()
+        made = model(tokens)
+        close(made.detach(), expected.detach(), f"{length} words")
+        made.square().sum().backward()
+        wrong = different(model.whole_gradients(), gradients(plain), 1e-6)
+        assert not wrong, (length, wrong)
+        for leaf in model.parameters():
+            leaf.grad = None
+
+
 def sums_of_shared_columns(world: World) -> int:
     """All-reduces in the backward of a module whose two columns read one tensor."""
     group_meter = interlace.parallelize(Gated(), f"tp={world.size}", {"[ab]": Role.COLUMN, "down": Role.ROW})

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+import rank_functions_roles
 from interlace.collectives import Handle, ordered, sum_scalars
 from interlace.config import loads
 from interlace.errors import NumericsError
 from interlace.layout import split
+from interlace.models.decoder import Block
 from interlace.parallel import data, flat, owed, stages, tensor
 from interlace.parallel import norm as norms
 from interlace.plan import stages as stage_plans
@@ -39,11 +43,41 @@ def refused(world: World, config: str) -> str:
     return str(caught.value)
 
 
-def traced_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """`train_all` with blocks traced by torch.compile, forward and backward, and run as traced."""
+def traced_all(world: World, jobs: list[dict[str, str]]) -> None:
+    """`train_all` and an own module, traced by torch.compile, forward and backward, and run as traced.
+
+    Each begins with nothing compiled, since what has been compiled too often runs plainly.  No piece is a transfer's.
+    """
     traced = functools.partial(torch.compile, backend="aot_eager")
     with mock.patch.object(torch, "compile", traced):
-        return train_all(world, jobs)
+        for job in jobs:
+            train_all(world, [job])
+            assert has_pieces(Block.forward)
+            assert not transfers_with_pieces()
+            torch.compiler.reset()
+        rank_functions_roles.traced_words(world)
+        assert not transfers_with_pieces()
+
+
+def has_pieces(function: Callable[..., Any]) -> bool:
+    """Whether the tracer holds graphs that begin in this function."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list  # slow to import
+
+    return bool(_debug_get_cache_entry_list(function.__code__))
+
+
+def transfers_with_pieces() -> list[str]:
+    """Functions around and under collectives in which the tracer went on by itself."""
+    functions = {
+        made
+        for name, module in list(sys.modules.items())
+        if name.startswith(("interlace.collectives", "interlace.kernels"))
+        for owner in (module, *filter(inspect.isclass, vars(module).values()))
+        for value in list(vars(owner).values())
+        if inspect.isfunction(made := inspect.unwrap(getattr(value, "__func__", value)))
+    }
+    ours = [made for made in functions if made.__module__.startswith(("interlace.collectives", "interlace.kernels"))]
+    return sorted(f"{made.__module__}.{made.__qualname__}" for made in ours if has_pieces(made))
 
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

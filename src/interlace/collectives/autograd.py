@@ -17,7 +17,9 @@ Splits are balanced, nothing has to divide.
 `start_gather`, `start_scatter`, `start_reduce` are the transfers alone, as `Handle`s, for products that run meanwhile.
 
 `scatter` and `reduce` stay in the graph where the compiler traces them (`operator.py`); the others end it, since two
-gathers of one layer's experts would have no order there.
+gathers of one layer's experts would have no order there.  They keep the tracer out (`torch.compiler.disable`): it would
+go on inside of them, piece by piece, and PyTorch (2.13) restores a result that is its argument's memory as bytes with
+the bytes' count but the argument's element type, beyond its end, once sizes vary from call to call.
 """
 
 from __future__ import annotations
@@ -120,6 +122,7 @@ def _sum_of(flat: Tensor, count: int, group: Group) -> Tensor | None:
 # --- with gradients --------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(x_nD: Tensor, group: Group, count: int) -> Tensor:
     """All `count` rows: [.. n D] -> [count D]; gradients of all ranks add up."""
     return _Gather.apply(x_nD, group, count)  # type: ignore[no-any-return, no-untyped-call]
@@ -132,6 +135,7 @@ def scatter(x_ND: Tensor, group: Group) -> Tensor:
     return _Scatter.apply(x_ND, group, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def copy(x: Tensor, group: Group) -> Tensor:
     """x as it is; gradients of all ranks add up."""
     return _Copy.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
@@ -144,20 +148,23 @@ def reduce(x: Tensor, group: Group) -> Tensor:
     return _Reduce.apply(x, group, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def whole(x_nD: Tensor, group: Group, count: int) -> Tensor:
     """All `count` rows, which every rank then uses alike: [.. n D] -> [count D]."""
     return _Whole.apply(x_nD, group, count)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def agree(x: Tensor, group: Group) -> Tensor:
     """What every rank has computed alike, with the same bits on all of them: a slice of rows from each."""
     return _Agree.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def columns(x_NV: Tensor, group: Group, count: int) -> Tensor:
     """All `count` columns, which every rank then uses alike: [.. V/tp] -> [.. V]."""
     rows = x_NV.shape[:-1]
-    turned = whole(x_NV.reshape(-1, x_NV.shape[-1]).t(), group, count)
+    turned: Tensor = whole(x_NV.reshape(-1, x_NV.shape[-1]).t(), group, count)
     return turned.t().reshape(*rows, count)
 
 

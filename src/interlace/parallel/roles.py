@@ -145,6 +145,7 @@ class CopyOnce:
         self._source: Callable[[], Tensor | None] = lambda: None
         self._made: Callable[[], Tensor | None] = lambda: None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or not x.requires_grad:
             return x

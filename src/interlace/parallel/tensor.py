@@ -206,9 +206,11 @@ class SplitVocabulary(nn.Module):
         group = self.axis.group
         if labels_BT is None:
             (logits,) = self.axis.gather_matmul(x, [output.weight], [None], context, self.size)
-            return columns(logits, group, self.size).view(len(context.samples_B), -1, self.size)
-        labels_N = labels_BT.flatten()
-        return vocabulary_loss(x.flatten(0, -2), output.weight, labels_N, group, self.size, sequence=self.axis.sequence)
+            whole_NV: Tensor = columns(logits, group, self.size)
+            return whole_NV.view(len(context.samples_B), -1, self.size)
+        x_ND, labels_N, is_split = x.flatten(0, -2), labels_BT.flatten(), self.axis.sequence
+        loss: Tensor = vocabulary_loss(x_ND, output.weight, labels_N, group, self.size, sequence=is_split)
+        return loss
 
 
 class Enter(nn.Module):
@@ -224,6 +226,7 @@ class Enter(nn.Module):
         self.axis = axis
         self.has_losses = has_losses
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor, logits: Tensor, context: Any) -> tuple[Tensor, Tensor, Tensor]:
         group, count = self.axis.group, self.axis.count(context)
         if count is None:

@@ -28,6 +28,7 @@ IGNORED = -100  # the label of a position that has none
 PIECE = 1 << 29  # logits at a time, 1 GiB in bf16
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def vocabulary_loss(
     x: Tensor,
     weight_VD: Tensor,
