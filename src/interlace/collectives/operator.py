@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from interlace import __version__
 from interlace.collectives.groups import Group, by_key
 
 LIBRARY = torch.library.Library("interlace", "FRAGMENT")
@@ -69,5 +70,8 @@ def entry(schema: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _named(schema: str, function: Callable[..., Any]) -> tuple[str, str]:
     """The name in a schema, with a sum over the text of the function's module, and what follows the bracket."""
     name, _, rest = schema.partition("(")
-    text = inspect.getsource(sys.modules[function.__module__])
+    try:
+        text = inspect.getsource(sys.modules[function.__module__])
+    except (OSError, TypeError):  # installed without sources
+        text = __version__
     return f"{name}_{zlib.crc32(text.encode()):08x}", rest
