@@ -6,8 +6,9 @@
 Between ranks 0 and 1: microseconds of a signal one way (half of a ping-pong in one kernel), of a put of some bytes with
 its signal one way (the same, with a payload), and by size the microseconds and GiB/s of a push by SMs (a kernel of
 `--programs` programs that ends with a signal to the peer and waits for the peer's), by the copy engine, and by NCCL
-send and receive, all in both directions at once.  Every transfer is compared with its source before it is timed; the
-variants run in turn, `--rounds` times, and the median round counts, with the range of all rounds behind it.
+send and receive, all in both directions at once, handed out before the first begins.  Every transfer is compared with
+its source before it is timed; the variants run in turn, `--rounds` times, and the median round counts, with the range of
+all rounds behind it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
+from interlace.kernels.measure import stand_still
 from interlace.symmetric import SymmetricHeap
 from interlace.symmetric.cuda import on_one_gpu
 from interlace.symmetric.device import my_rank, next_epoch, put, put_signal, wait_until
@@ -31,6 +33,7 @@ from interlace.symmetric.device import my_rank, next_epoch, put, put_signal, wai
 SMALL = (4, 64, 256, 1024, 4096, 16384, 65536)
 LARGE = tuple(1 << power for power in range(16, 29, 2))  # 64 KiB to 256 MiB
 INNER = 10  # transfers a timing
+AHEAD = 200e-6  # seconds of the host that one takes at most
 
 
 @triton.jit
@@ -62,8 +65,9 @@ def push(target, source, sent, epochs, part, count, heap, BLOCK: tl.constexpr):
 
 
 def seconds(run: Callable[[], None], inner: int) -> float:
-    """Of one call, by the device's clock."""
+    """Of one call, by the device's clock, the host having handed out all calls before the first begins."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stand_still(AHEAD * inner, torch.device("cuda"))
     begin.record()
     for _ in range(inner):
         run()

@@ -108,8 +108,8 @@ def test_rows_move_16_bytes_at_a_time_and_are_released_after_a_barrier(
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     lines = [line.strip() for line in made.asm["ptx"].splitlines()]
-    moves = [line for line in lines if re.search(r"(ld|st)\.global\.v4|bar\.sync|atom\.global\.sys\.release", line)]
-    release = next(at for at, line in enumerate(moves) if "atom" in line)
+    moves = [line for line in lines if re.search(r"(ld|st)\.global\.v4|bar\.sync|st\.release", line)]
+    release = next(at for at, line in enumerate(moves) if "st.release" in line)
     assert "bar.sync" in moves[release - 1]
     assert sum("ld.global.v4" in line for line in moves) >= 4  # 64 bytes a thread on their way at once
     assert sum("st.global.v4" in line for line in moves) >= 4

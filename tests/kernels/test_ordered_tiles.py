@@ -45,14 +45,14 @@ def test_loads_stay_in_stages_and_a_tile_is_told_of_when_it_is_stored(
     assert ptx.count("wgmma.mma_async") == 8  # the product for others, and the own one
     order = re.findall(
         r"(bulk\.tensor\.2d\.global|bulk\.wait_group\.read|bulk\.wait_group 0; fence\.proxy|bar\.sync"
-        r"|atom\.global\.sys\.release|wgmma\.mma_async)",
+        r"|st\.release\.sys|wgmma\.mma_async)",
         ptx,
     )
     sent = order.index("bulk.tensor.2d.global")
     assert order[sent + 1] != "bulk.wait_group.read"  # the next tile is computed first
     told = order.index("bulk.wait_group 0; fence.proxy")
-    assert "atom.global.sys.release" in order[told : told + 5]
-    assert "bar.sync" in order[told : order.index("atom.global.sys.release", told)]
+    assert "st.release.sys" in order[told : told + 5]
+    assert "bar.sync" in order[told : order.index("st.release.sys", told)]
 
 
 def refusal(op: str, name: str, M: int = 64, N: int = 64, dtype: torch.dtype = torch.float16, world: int = 2) -> str:

@@ -42,13 +42,19 @@ def test_order_scope_and_width_in_ptx(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"x": "*fp32", "out": "*fp32", "flag": "*i32", "count": "i32", "heap": "*i64", "BLOCK": "constexpr"}
     lines = ptx(signals_and_waits, types, {"BLOCK": 1024})
-    interesting = [line for line in lines if re.search(r"st\.global|bar\.sync|atom|ld\.global\.sys|fence", line)]
-    release = next(n for n, line in enumerate(interesting) if "atom.global.sys.release.exch" in line)
+    interesting = [
+        line
+        for line in lines
+        if re.search(r"st\.(global|release)|bar\.sync|atom|ld\.(global\.sys|relaxed)|fence", line)
+    ]
+    release = next(n for n, line in enumerate(interesting) if line.startswith("@first st.release.sys.global.b32"))
     assert "bar.sync" in interesting[release - 1]  # all threads' stores come before one thread's release
     assert any("st.global.v4" in line for line in interesting[:release])  # the peer's address keeps its alignment
     after = interesting[release + 1 :]
     assert "ld.global.sys.acquire" in after[0]  # a poll is a plain load
     assert "bar.sync" in after[1]  # its value goes to all threads
+    hint = next(n for n, line in enumerate(after) if line.startswith("ld.relaxed.sys"))
+    assert not any("atom" in line for line in after[:hint])  # nothing that slows signals down before a first long look
     assert not any("acquire.add" in line or "acquire.cas" in line for line in lines)
     assert any(line.startswith("fence.proxy.async") for line in lines)
 

@@ -115,9 +115,10 @@ class Watch(Memory, ABC):
         swapped = what.operation == "cas" and befores == [int(w) for w in np.asarray(what.wanted).ravel()]
         write = what.changes and (what.operation != "cas" or swapped)
         for region, at in parts:
-            self.touch(fiber, region, at, write, LANE, scope, event, read=True)
-        for address in what.addresses:
-            self._observe(fiber, int(address), event, what.sem, scope, write)
+            self.touch(fiber, region, at, write, LANE, scope, event, read=what.reads)
+        if what.reads:
+            for address in what.addresses:
+                self._observe(fiber, int(address), event, what.sem, scope, write)
         if write:
             self._publish(fiber, what, event, befores, afters)
             for region, _ in parts:
@@ -171,6 +172,8 @@ class Watch(Memory, ABC):
                 scope = min(scope, reach)
         for address, before, after in zip((int(a) for a in what.addresses), befores, afters, strict=True):
             word = self.words.setdefault(address, Word())
+            if not what.reads:
+                word.messages.clear()  # only what has read a word goes on with the releases before it
             if made is not None:
                 key = (fiber.rank, scope)
                 old = word.messages.get(key)

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from interlace.errors import ConfigError
 from interlace.symmetric import shortcuts
+from interlace.symmetric.ptx import MODELS
 
 MODELLED = re.compile(
     r"mov\.u64 \$0, %globaltimer|nanosleep\.u32|cp\.async\.bulk\.wait_group 0|fence\.proxy\.async"
@@ -48,6 +49,8 @@ class Results:
 
 def instructions(asm: str) -> list[str]:
     """The modelled instructions of a piece of PTX, in order.  Anything else is refused."""
+    if asm in MODELS:
+        return [MODELS[asm]]
     found = []
     for line in (part.strip() for part in asm.replace("\n", ";").split(";")):
         match = MODELLED.match(line)
@@ -61,13 +64,13 @@ def instructions(asm: str) -> list[str]:
     return found
 
 
-def inline_asm(act: Callable[[str], int]) -> Callable[..., Results]:
-    """A `create_inline_asm` that calls `act` for each instruction and returns the last result."""
+def inline_asm(act: Callable[[str, list[Any]], int]) -> Callable[..., Results]:
+    """A `create_inline_asm` that calls `act` with each instruction and the operands, and returns the last result."""
 
     def create_inline_asm(asm: str, constraints: str, values: Any, types: list[Any], is_pure: bool, pack: int) -> Any:
         value = 0
         for word in instructions(asm):
-            value = act(word)
+            value = act(word, values)
         handles = []
         for kind in types:
             data = np.full(getattr(kind, "shape", (1,)) or (1,), value, dtype=interpreter._get_np_dtype(kind))
@@ -77,8 +80,22 @@ def inline_asm(act: Callable[[str], int]) -> Callable[..., Results]:
     return create_inline_asm
 
 
-def _act(word: str) -> int:
-    if word.startswith("nanosleep"):
+def _every(pointers: Any) -> Any:
+    return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
+
+
+def store_release(pointers: Any, value: Any) -> Any:
+    """As an exchange whose result nobody takes: it has an order, which the interpreter's stores have not."""
+    builder, kinds = interpreter.interpreter_builder, (interpreter._ir.ATOMIC_OP, interpreter._ir.MEM_SEMANTIC)
+    return interpreter.InterpreterBuilder.create_atomic_rmw(
+        builder, kinds[0].XCHG, pointers, value, _every(pointers), kinds[1].RELEASE, None
+    )
+
+
+def _act(word: str, operands: list[Any]) -> int:
+    if word == "st.release.sys":
+        store_release(*operands)
+    elif word.startswith("nanosleep"):
         time.sleep(20e-6)
     return time.monotonic_ns() if "globaltimer" in word else 0
 
@@ -156,6 +173,11 @@ class Atomic:
     changes: bool
     operation: str
     wanted: Any = None  # what a compare-and-swap compares with
+
+    @property
+    def reads(self) -> bool:
+        """All but a store do."""
+        return self.operation != "store"
 
 
 class Watcher(Protocol):
@@ -303,20 +325,25 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         bits = operand.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
-    def every(pointers: Any) -> Any:
-        return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
+    def ptx(word: str, operands: list[Any]) -> int:
+        if word != "st.release.sys":
+            return watcher.ptx(word)
+        pointers, value = operands
+        what = Atomic(_flat(pointers, _every(pointers)), size_of(pointers.dtype), "release", "sys", True, "store")
+        watcher.atomic(what, lambda: store_release(pointers, value))
+        return 0
 
     return {
         "create_masked_load": load,
         "create_masked_store": store,
-        "create_load": lambda p, cache, eviction, volatile: load(p, every(p), None, cache, eviction, volatile),
-        "create_store": lambda p, value, cache, eviction: store(p, value, every(p), cache, eviction),
+        "create_load": lambda p, cache, eviction, volatile: load(p, _every(p), None, cache, eviction, volatile),
+        "create_store": lambda p, value, cache, eviction: store(p, value, _every(p), cache, eviction),
         "create_descriptor_load": descriptor_load,
         "create_descriptor_store": descriptor_store,
         "create_atomic_rmw": rmw,
         "create_atomic_cas": cas,
         "create_barrier": lambda: watcher.barrier(),
-        "create_inline_asm": inline_asm(lambda word: watcher.ptx(word)),
+        "create_inline_asm": inline_asm(ptx),
         "create_sub": subtract,
         "create_dot": dot,
         **{f"create_icmp{name}": compare(f"create_icmp{name}", how) for name, how in COMPARED.items()},
