@@ -195,9 +195,10 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
     theirs, missing = ways(row, setup, operands)
     theirs, unlike = check(theirs, [out for out, _ in expected], problem.dtype, group)
     del expected
+    timed = [given.without_rows() for given in operands]
     calls: dict[str, measure.Call] = {"gemm": InTurn([_product(given, group) for given in operands])}
     calls |= {name: InTurn([way.call for way in found]) for name, found in theirs.items()}
-    calls |= {f"own {label}": tune.Turns(operands, own[label]) for label in right}
+    calls |= {f"own {label}": tune.Turns(timed, own[label]) for label in right}
     batch: dict[str, int] = {}
     if graph:
         calls.pop("serial zero-cta", None)  # copy engines by the host's command, for large messages
@@ -235,16 +236,18 @@ def chosen_by_table(row: Row, problem: Problem, setup: Setup) -> tune.Choice | N
 def own_ways(
     problem: Problem, setup: Setup, can: dict[str, Candidate], choice: tune.Choice | None
 ) -> dict[str, Candidate]:
-    """Every candidate with the options that the table has for it; with --search also, as "NAME #1", other ones."""
+    """Every candidate with the options that the table has for it, and, as "NAME #1", with other numbers of chunks; with
+    --search all other options."""
     entry = setup.found.find(problem)
     found = {
         name: replace(way, options=entry.options_of(name)) if entry is not None else way for name, way in can.items()
     }
     if choice is not None:
         found[choice.name] = replace(can[choice.name], options=choice.options)
-    for name, way in list(found.items()) if setup.search else ():
-        others = [other for other in tune.variants(way, setup.group.device) if other.options != way.options]
-        found |= {f"{name} #{number}": other for number, other in enumerate(others, 1) if name != tune.PLAIN}
+    for name, way in list(found.items()):
+        others = tune.variants(way, setup.group.device) if setup.search else tune.cuts(way, problem)
+        others = [other for other in others if other.options != way.options and name != tune.PLAIN]
+        found |= {f"{name} #{number}": other for number, other in enumerate(others, 1)}
     return found
 
 

@@ -99,7 +99,7 @@ def rows() -> dict[str, Row]:
         made[f"{op} {name}: as a graph"] = Row(way, replays=1, later=True)
         made[f"{op} {name}: sizes change"] = Row(of(way, halves=True, sizes=sizes), later=True, halves=True)
     sizes = ((21, 24), (3, 8), (1, 40), (21, 24))
-    for name, ranks in (("chunks", RANKS), ("chained", (2,))):
+    for name, ranks in (("chunks", RANKS), ("chained", (2,)), ("persistent", RANKS)):
         way = of(scatter, "matmul_reduce_scatter", name, sizes=sizes)
         made[f"scatter {name}"] = Row(way, ranks)
         made[f"scatter {name}: as a graph"] = Row(of(way, in_memory=True), ranks, replays=1, later=True)

@@ -7,8 +7,8 @@ Between ranks 0 and 1: microseconds of a signal one way (half of a ping-pong in 
 its signal one way (the same, with a payload), and by size the microseconds and GiB/s of a push by SMs (a kernel of
 `--programs` programs that ends with a signal to the peer and waits for the peer's), by the copy engine, and by NCCL
 send and receive, all in both directions at once, handed out before the first begins.  Every transfer is compared with
-its source before it is timed; the variants run in turn, `--rounds` times, and the median round counts, with the range of
-all rounds behind it.
+its source before it is timed; the variants run in turn, `--rounds` times, and the median round counts, with the range
+of all rounds behind it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LARGE = (
     (1, 512, 256, torch.bfloat16, None),
     (77, 33, 50, torch.float16, None),
 )
-WAYS = {SCATTER: ["chunks", "chained", "tiles", "push"], REDUCE: ["one-shot", "two-shot"]}
+WAYS = {SCATTER: ["chunks", "chained", "persistent", "tiles", "push"], REDUCE: ["one-shot", "two-shot"]}
 
 
 def several(world: World, checks: dict[str, dict[str, Any]]) -> list[Any]:
@@ -146,4 +146,4 @@ def graphs(world: World, replays: int) -> list[str]:
 
 
 def space_of(op: str, name: str) -> str:
-    return f"{op}.chunks" if name in ("chunks", "chained") else op
+    return f"{op}.chunks" if name in ("chunks", "chained", "persistent") else op

@@ -14,7 +14,7 @@ import torch
 
 import wire
 from interlace.collectives import Group
-from interlace.kernels import matmul_all_reduce, matmul_reduce_scatter, workspace
+from interlace.kernels import matmul_all_reduce, scatter_parts, workspace
 from interlace.kernels.candidate import OPS, Options, Problem, Tile, candidates, forced, way_of
 from interlace.plan import overlap
 from interlace.plan.overlap import GATHER, REDUCE, Product, Way
@@ -74,13 +74,13 @@ def every_way(world: World) -> list[list[Any]]:
 
 def a_row_twice(world: World, **argument: Any) -> dict[str, Any]:
     """Copies send the first row of each other rank once more."""
-    chunks = matmul_reduce_scatter._Parts.chunks
+    chunks = scatter_parts.Parts.chunks
 
     def more(self: Any, owner: int) -> list[slice]:
         found = chunks(self, owner)
         return [*found, slice(found[0].start, found[0].start + 1)]
 
-    with forced("chunks"), mock.patch.object(matmul_reduce_scatter._Parts, "chunks", more):
+    with forced("chunks"), mock.patch.object(scatter_parts.Parts, "chunks", more):
         return verify.under_plan(world, **argument)
 
 

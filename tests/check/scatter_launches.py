@@ -16,7 +16,7 @@ from interlace.symmetric import SymmetricHeap
 WHOLE, HALVES = Tile(16, 16, 16, 2, 4, 2), Tile(16, 32, 16, 1, 4, 2, parts=2)
 SCATTER, REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
 WAYS = ((SCATTER, "tiles"), (SCATTER, "push"), (REDUCE, "one-shot"), (REDUCE, "two-shot"))
-COPIED = ((SCATTER, "chunks"), (SCATTER, "chained"))
+COPIED = ((SCATTER, "chunks"), (SCATTER, "chained"), (SCATTER, "persistent"))
 
 
 def launch(

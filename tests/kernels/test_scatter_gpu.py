@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 RANKS = "rank_functions_scatter_gpu"
-NAMES = ["chunks", "chained", "tiles", "push", "one-shot", "two-shot"]
+NAMES = ["chunks", "chained", "persistent", "tiles", "push", "one-shot", "two-shot"]
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("ranks", "calls"), [(2, 9 * 6), (3, 4 * 5)])
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 9 * 7), (3, 4 * 6)])
 def test_values_on_one_gpu(ranks: int, calls: int) -> None:
     from interlace.symmetric.cuda import on_one_gpu
     from rank_functions_scatter_gpu import on_a_share
@@ -36,14 +36,14 @@ def test_values_on_two_gpus() -> None:
 @pytest.mark.timeout(600)
 def test_odd_shapes_bits_and_gradients() -> None:
     scatter, reduce = "matmul_reduce_scatter", "matmul_all_reduce"
-    ways = [("tiles", "two-shot", "persistent"), ("chained", "one-shot", "chunks"), ("push", "two-shot", "push")]
+    ways = [("tiles", "two-shot", "persistent"), ("chained", "one-shot", "chunks"), ("persistent", "two-shot", "push")]
     checks = {
-        "values": {"op": scatter, "names": ["plain", "chunks", "chained", "tiles", "push"]},
+        "values": {"op": scatter, "names": ["plain", "chunks", "chained", "persistent", "tiles", "push"]},
         "exact": {"op": scatter, "names": ["tiles", "push"]},
         "gradients": {"ways": ways},
     }
     for found in run("several", {"checks": checks}):
-        assert found == [20, ["tiles float32", "tiles float16", "push float32", "push float16"], 18]
+        assert found == [24, ["tiles float32", "tiles float16", "push float32", "push float16"], 18]
     names = ["one-shot", "two-shot"]
     checks = {"values": {"op": reduce, "names": ["plain", *names]}, "exact": {"op": reduce, "names": names}}
     for found in run("several", {"checks": checks}):

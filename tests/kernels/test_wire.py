@@ -9,7 +9,7 @@ import pytest
 
 NAMES = {
     "all_gather_matmul": {"chunks", "chained", "persistent", "push"},
-    "matmul_reduce_scatter": {"chunks", "chained", "tiles", "push"},
+    "matmul_reduce_scatter": {"chunks", "chained", "persistent", "tiles", "push"},
     "matmul_all_reduce": {"one-shot", "two-shot"},
 }
 

@@ -417,7 +417,7 @@ def _among_several(run: Callable[..., None]) -> Callable[..., None]:
 
 
 register(Candidate("plain", OP, False, _always, plain))
-register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks)))
+register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks), cuts=True))
 register(Candidate("chained", OP, False, _needs_kernel, _among_several(chained)))
-register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent)))
+register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent), cuts=True))
 register(Candidate("push", OP, True, _needs_few, _among_several(push)))

@@ -81,7 +81,8 @@ class Problem:
 class Candidate:
     """One way.  single_kernel: bytes move inside the product's kernel, or it waits for them tile by tile.
 
-    refuses: (problem, device) -> why it cannot run, None if it can; the same answer on every rank.
+    refuses: (problem, device) -> why it cannot run, None if it can; the same answer on every rank.  cuts: rows travel
+    in as many chunks as it is told, with no other kernel for another number.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Candidate:
     refuses: Callable[[Problem, torch.device], str | None]
     run: Callable[..., None]
     options: Options = field(default_factory=Options)
+    cuts: bool = False
 
     def __call__(self, *args: Any, **named: Any) -> None:
         """`run` with this candidate's options; the group's meter is told a kernel's FLOPs, which nobody else sees."""

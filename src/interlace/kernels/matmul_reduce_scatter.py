@@ -7,8 +7,8 @@ Every candidate equals, with `wire` the rounding to the type that travels,
 so results repeat bit for bit.  What travels is of the input's type, as with NCCL; with "push" it is fp32.
 
     plain     the library's product, then the collectives; of a long one one rank's rows travel while others are made
-    chunks    the same with copy engines, which take no multiprocessor from the product
-    chained   for 2 ranks: the library adds the own product to what has arrived, and rounds once
+    chunks, chained, persistent
+              the same with copy engines, which take no multiprocessor from the product (`scatter_parts`)
     tiles     one kernel: a tile goes to its owner while the next one is computed; own rows last
     push      one kernel for few rows: tiles go at once, as fp32, by ordinary stores
 
@@ -18,7 +18,6 @@ when the product ends.  How tiles travel and why nothing is overwritten: `ordere
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from torch import Tensor
 from interlace.collectives import Group
 from interlace.collectives.autograd import start_parts, start_scatter
 from interlace.collectives.ordered import balanced, reduce_scatter
-from interlace.kernels import workspace
+from interlace.kernels import scatter_parts
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
-from interlace.kernels.ordered_rows import sum_rows
 from interlace.kernels.ordered_tiles import (
     Need,
     add_up,
@@ -54,12 +52,11 @@ from interlace.kernels.ordered_tiles import (
 )
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
 from interlace.layout import split
-from interlace.plan.overlap import FEW_SUMS, MOST_CHUNKS, Way, sent, tiles_of_rows, whole_parts
+from interlace.plan.overlap import FEW_SUMS, Way, sent, tiles_of_rows
 from interlace.symmetric.device import my_rank, next_epoch
 
 OP = "matmul_reduce_scatter"
 NO_OPTIONS = Options()
-CHUNK = 16 << 20  # bytes of one rank's rows from which on 2 ranks send them in two chunks
 
 
 # --- one kernel ------------------------------------------------------------------------------------------------------
@@ -140,152 +137,6 @@ def _one_kernel(
     )  # fmt: skip
 
 
-# --- the library's products, and copy engines ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Route:
-    """What all calls of one shape and half share.  here: [ranks n N], what each rank sends to this one; sends: (rows of
-    x, where their product goes, the word behind it), the next rank's first; words: by chunk, (word, sender)."""
-
-    here: Tensor
-    sends: list[tuple[slice, Tensor, Tensor]]
-    words: list[list[tuple[Tensor, int]]]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """One call of the candidates that move whole rows: where the parts of all ranks arrive, and what says so."""
-
-    group: Group
-    turn: workspace.Turn
-    M: int
-    N: int
-    dtype: torch.dtype
-    count: int  # chunks of a rank's rows
-
-    @classmethod
-    def begin(cls, x_MK: Tensor, N: int, group: Group, chunks: int | None) -> _Parts:
-        M, item = len(x_MK), x_MK.element_size()
-        most = triton.cdiv(M, group.size) * N * item
-        space = workspace.of(group, f"{OP}.chunks")
-        space.require(*whole_parts(M, N, item, group.size))
-        count = chunks or (2 if group.size == 2 and most >= CHUNK else 1)
-        assert count <= MOST_CHUNKS
-        return cls(group, space.turn(), M, N, x_MK.dtype, count)
-
-    @property
-    def route(self) -> _Route:
-        key = (self.M, self.N, self.dtype, self.count, self.turn.half, self.turn.in_memory)
-        return self.turn.space.route(key, self._route)
-
-    def _route(self) -> _Route:
-        group, sends = self.group, []
-        for step in range(1, group.size):
-            owner = (group.rank + step) % group.size
-            begin, target = split(self.M, group.size, owner)[0], self.at(owner)[group.rank]
-            for chunk, rows in enumerate(self.chunks(owner)):
-                word = self.word(owner, group.rank, chunk)
-                sends.append((rows, target[rows.start - begin : rows.stop - begin], word))
-        others = [(group.rank + group.size - step) % group.size for step in range(1, group.size)]
-        words = [[(self.word(group.rank, peer, chunk), peer) for peer in others] for chunk in range(self.count)]
-        return _Route(self.at(group.rank), sends, words)
-
-    def at(self, owner: int) -> Tensor:
-        """[ranks n N]: what each rank sends to an owner of n rows."""
-        space = self.turn.space
-        half = self.turn.half * (space.tensors["parts"].nbytes // 2)
-        rows = len(range(*split(self.M, self.group.size, owner)))
-        return space.buffer("parts", owner, (self.group.size, rows, self.N), self.dtype, half)
-
-    def chunks(self, owner: int) -> list[slice]:
-        """An owner's rows, of all, in pieces."""
-        low, high = split(self.M, self.group.size, owner)
-        return [
-            slice(low + start, low + stop)
-            for start, stop in (split(high - low, self.count, chunk) for chunk in range(self.count))
-        ]
-
-    def word(self, owner: int, sender: int, chunk: int) -> Tensor:
-        return self.turn.words("arrived", owner)[sender * MOST_CHUNKS + chunk]
-
-    def send(self, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor]:
-        """The others' rows, the next rank's first; a side stream takes pieces away.  Keep the result until `end`."""
-        group, heap, number, kept, turned = self.group, self.turn.space.heap, self.turn.number, [], weight_NK.t()
-        for rows, target, word in self.route.sends:
-            made = torch.mm(x_MK[rows], turned)
-            kept.append(made)
-            ready = heap.event()
-            with heap.stream("scatter"):
-                ready.wait()
-                if made.numel():
-                    heap.copy(target, made)
-                heap.write(word, number)
-        group.meter.count("reduce_scatter", group.axis, sum(made.nbytes for made in kept))
-        return kept
-
-    def wait(self, chunk: int) -> None:
-        """For this chunk, and so for the ones before it, of the own rows from all others."""
-        for word, peer in self.route.words[chunk]:
-            self.turn.space.heap.wait(word, self.turn.number, peer)
-
-    def end(self) -> None:
-        """What the side stream reads may change."""
-        heap = self.turn.space.heap
-        with heap.stream("scatter"):
-            done = heap.event()
-        done.wait()
-
-
-def _chunks(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    group: Group,
-    out_nN: Tensor,
-    options: Options = NO_OPTIONS,
-) -> None:
-    (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
-    if M == 0 or N == 0:
-        return
-    parts = _Parts.begin(x_MK, N, group, options.chunks)
-    kept = parts.send(x_MK, weight_NK)
-    here = parts.route.here
-    own = here[group.rank]
-    torch.mm(x_MK[slice(*split(M, group.size, group.rank))], weight_NK.t(), out=own)
-    parts.wait(parts.count - 1)
-    target = out_nN if out_nN.is_contiguous() else torch.empty_like(own)
-    sum_rows(own.view(-1), here.view(group.size, -1), group.rank, target.view(-1), bias=bias_N)
-    if target is not out_nN:
-        out_nN.copy_(target)
-    parts.end()
-    del kept
-
-
-def _chained(
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    group: Group,
-    out_nN: Tensor,
-    options: Options = NO_OPTIONS,
-) -> None:
-    (M, _), N = _sizes(x_MK, weight_NK, group, out_nN)
-    if M == 0 or N == 0:
-        return
-    parts = _Parts.begin(x_MK, N, group, options.chunks)
-    kept = parts.send(x_MK, weight_NK)
-    first = split(M, group.size, group.rank)[0]
-    received = parts.route.here[1 - group.rank]
-    for chunk, rows in enumerate(parts.chunks(group.rank)):
-        parts.wait(chunk)
-        here = slice(rows.start - first, rows.stop - first)
-        if rows.start < rows.stop:
-            torch.addmm(received[here], x_MK[rows], weight_NK.t(), out=out_nN[here])
-    parts.end()
-    del kept
-
-
 # --- plain, and what all share ---------------------------------------------------------------------------------------
 
 
@@ -355,7 +206,8 @@ def _not_chained(problem: Problem, device: torch.device) -> str | None:
 
 
 PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _plain))
-CHUNKS = register(Candidate("chunks", OP, False, cannot, _chunks))
-CHAINED = register(Candidate("chained", OP, False, _not_chained, _chained))
+CHUNKS = register(Candidate("chunks", OP, False, cannot, scatter_parts.chunks, cuts=True))
+CHAINED = register(Candidate("chained", OP, False, _not_chained, scatter_parts.chained))
+PERSISTENT = register(Candidate("persistent", OP, True, cannot, scatter_parts.persistent, cuts=True))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
 PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW_SUMS), _push))

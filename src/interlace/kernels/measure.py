@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +65,10 @@ class Operands:
         gathered = torch.empty(M, K, dtype=problem.dtype, device=device) if gathers else None
         x = normal(stop - start if gathers else M, K)
         return cls(problem, group, x, weight, normal(N) if problem.bias else None, out, gathered)
+
+    def without_rows(self) -> Operands:
+        """The same, of which no way keeps the gathered rows."""
+        return replace(self, gathered=None)
 
     def run(self, candidate: Candidate) -> None:
         """Once, into `out` and `gathered`."""

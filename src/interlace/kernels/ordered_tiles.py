@@ -78,9 +78,9 @@ def claim(counter):
 
 
 @triton.jit
-def share(count, rank, WORLD: tl.constexpr):
+def share(count, rank, ranks):
     """First of `rank`'s things and how many it has, of `count`: `layout.split`."""
-    whole, more = count // WORLD, count % WORLD
+    whole, more = count // ranks, count % ranks
     return rank * whole + tl.minimum(rank, more), whole + (rank < more).to(tl.int32)
 
 

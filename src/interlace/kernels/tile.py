@@ -35,8 +35,12 @@ MOST = 1 << 31  # descriptors count in int32
 BY_SIZE = {  # of 16-bit numbers
     (tile.block_m, tile.block_n): tile
     for tile in (
+        Tile(16, 32, 128, 8, 4, 6, False),
         Tile(16, 64, 128, 8, 4, 4, False),
+        Tile(16, 128, 128, 8, 4, 4, False),
+        Tile(64, 32, 128, 8, 4, 5, False),
         Tile(64, 64, 128, 8, 4, 4, False),
+        Tile(64, 128, 128, 8, 4, 4, False),
         Tile(128, 64, 64, 8, 4, 5),
         Tile(128, 256, 64, 8, 8, 4, True, 2),
         Tile(128, 128, 64, 8, 8, 5),

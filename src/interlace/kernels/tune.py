@@ -8,9 +8,10 @@ A shape class that was not measured is priced by `plan.fused`, each candidate by
 shapes of the same product, dtype and ranks show over their own prices.  Where there are none, `auto` is "plain": a
 guess is no reason to leave the composition that always works.  Both are said once.
 
-`tune(problem, group)` measures: every candidate that does not refuse, first against the reference on fresh data, then
-in interleaved rounds; the median of the slowest rank counts.  A candidate with wrong numbers is named and left out.
-Ties within 1 % go to "plain".
+`tune(problem, group)` measures: every candidate that does not refuse, of long products in several numbers of chunks,
+first against the reference on fresh data, then in interleaved rounds; the median of the slowest rank counts.  Gathered
+rows are compared, but not kept while the time is taken.  A candidate with wrong numbers is named and left out.  Ties
+within 1 % go to "plain".
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ TIE = 0.01  # of the time of "plain", that another must be quicker by
 # What a search tries beside a candidate's own choice: chunks in which a rank's rows travel, and tiles, of which an H200
 # ran its products fastest in bf16 with one or another of these.
 CHUNKS = (1, 2, 4)
+LONG = 2048  # rows, from which on the number of chunks is measured without being asked for
 TILES = (
     Tile(128, 256, 64, 8, 8, 4, True, 2),
     Tile(128, 256, 64, 8, 8, 3, True, 1),
@@ -298,6 +300,12 @@ def verify(
     return right, wrong
 
 
+def cuts(candidate: Candidate, problem: Problem) -> list[Candidate]:
+    """The candidate as it is, and of a long product in the other numbers of chunks that need no kernel of their own."""
+    counts = CHUNKS if candidate.cuts and problem.M >= LONG and candidate.options == Options() else ()
+    return [candidate, *(replace(candidate, options=Options(chunks=count)) for count in counts)]
+
+
 def variants(candidate: Candidate, device: torch.device) -> list[Candidate]:
     """The candidate with the options that a search tries: its own choice, then chunks, and tiles on a GPU."""
     tiles = TILES if candidate.single_kernel and device.type == "cuda" else ()
@@ -315,7 +323,7 @@ def tune(problem: Problem, group: Group, rounds: int = 11, search: bool = False,
     if in_graphs:
         group = group.like()  # a group of its own: what a graph has captured changes how a workspace counts its calls
     can, refused = able(problem, group.device)
-    ways = {name: [candidate] for name, candidate in can.items()}
+    ways = {name: cuts(candidate, problem) for name, candidate in can.items()}
     if search:
         ways = {name: variants(it, group.device) if name != PLAIN else [it] for name, it in can.items()}
     flat = {f"{name} {number}": way for name, found in ways.items() for number, way in enumerate(found)}
@@ -324,7 +332,7 @@ def tune(problem: Problem, group: Group, rounds: int = 11, search: bool = False,
     calls: dict[str, measure.Call] = {}
     batch: dict[str, int] = {}
     for label in right:
-        call: measure.Call = Turns(operands, flat[label])
+        call: measure.Call = Turns([given.without_rows() for given in operands], flat[label])
         if in_graphs:
             graphed = measure.captured(call, group)
             if not isinstance(graphed, str):

@@ -135,6 +135,7 @@ def _scatters(topology: Topology, link: Link, product: Product, M: int, share: f
         "plain": plain,
         "chunks": chunks,
         "chained": chained,
+        "persistent": chained,  # one launch for both halves, against a product that is not the library's
         "tiles": tiles,
         "push": whole + 2 * step + share * (world - 1) / link.bandwidth,
     }

@@ -6,7 +6,7 @@ Told to the meter and asked of the heap by `kernels`, priced by the planner, and
 
     all_gather_matmul       every way          m K (W-1)                        all_gather
     matmul_reduce_scatter   plain, chunks,     (M - m) N                        reduce_scatter
-                            chained
+                            chained, persistent
                             tiles              whole tiles of the others        reduce_scatter
                             push               (M - m) N, fp32                  reduce_scatter
     matmul_all_reduce       plain              both halves of M N               reduce_scatter, all_gather
@@ -163,11 +163,17 @@ def default_blocks(M: int, N: int, itemsize: int) -> tuple[int, int]:
     if itemsize == FP32:
         return 64, 64
     if M <= 64:
-        return 16 if M <= 16 else 64, 64
+        return 16 if M <= 16 else 64, _columns(N)
     if M <= 128 or N <= 128:
         return 128, 64
     wide, square = 2 * _rounds(M, N, 128, 256), 1.08 * _rounds(M, N, 128, 128)
     return (128, 256) if wide <= square else (128, 128)
+
+
+def _columns(N: int) -> int:
+    """Of a tile of few rows, whose time is that of reading the weight: what lets no multiprocessor read much more than
+    another, and the fewest tiles among those."""
+    return min((128, 64, 32), key=lambda columns: columns * _rounds(1, N, 1, columns))
 
 
 def _rounds(M: int, N: int, block_m: int, block_n: int) -> int:
@@ -252,7 +258,7 @@ def needs(product: Product, way: Way, itemsize: int, ways: int, programs: int) -
             pieces = way.chunks or 1
             nbytes = (ways - 1) * pieces * slot_rows(M, ways, pieces) * K * itemsize
         return op, arriving(nbytes, ways, pieces)
-    if op == SCATTER and way.name in ("chunks", "chained"):
+    if op == SCATTER and way.name in ("chunks", "chained", "persistent"):
         return f"{op}.chunks", whole_parts(M, N, itemsize, ways)
     if op == SCATTER:
         wire, tiles = FP32 if way.name == "push" else itemsize, tiles_of_rows(M, N, block, ways, 0)
@@ -301,7 +307,7 @@ def held(found: Iterable[tuple[Product, Way]], itemsize: int, ways: int, program
 
 WAYS = {
     GATHER: ("chunks", "chained", "push"),  # "persistent" holds what "chunks" does
-    SCATTER: ("chunks", "tiles", "push"),  # "chained" likewise
+    SCATTER: ("chunks", "tiles", "push"),  # "chained" and "persistent" likewise
     REDUCE: ("one-shot", "two-shot"),
 }
 
