@@ -78,11 +78,12 @@ class Watch(Memory, ABC):
                 after = peek(address, what.size)
                 self._signalled(fiber, address, event, before, after, "relaxed", "", "store")
             return made
-        if what.volatile and len(what.addresses) <= LARGEST_POLL:
-            for address in what.addresses:
+        words = np.unique(what.addresses) if what.volatile else what.addresses  # a word that many lanes read is one
+        if what.volatile and len(words) <= LARGEST_POLL:
+            for address in words:
                 self._observe(fiber, int(address), event, "relaxed", SYS)
-        if len(what.addresses) <= LARGEST_POLL:
-            self.polled(fiber, parts[0][0], what.addresses, made, event)
+        if len(words) <= LARGEST_POLL:
+            self.polled(fiber, parts[0][0], words, made, event)
         return made
 
     @staticmethod

@@ -26,6 +26,7 @@ from interlace.symmetric.device import fence, my_rank, remote, signal, wait_unti
 from interlace.symmetric.record import DISTANCES
 
 _DISTANCES: tl.constexpr = tl.constexpr(DISTANCES)
+_LANES: tl.constexpr = tl.constexpr(256)  # threads of a program, at most
 
 
 @triton.jit
@@ -87,11 +88,13 @@ def await_rows(
 ):
     """Returns when the rows in slots [top, top + LENGTH), those of one expert, below `end`, are here.
 
-    All flags are looked at at once; only if one is missing they are awaited one by one.
+    All flags are looked at at once; only if one is missing they are awaited one by one.  Each flag is read by many
+    lanes, a lane a thread: warps that had read it for themselves could go different ways, to different barriers, while
+    a sum over more lanes than a warp has is made by all of them together.
     """
     ranks = world(heap)
     PIECES: tl.constexpr = LENGTH // PIECE
-    lanes = tl.arange(0, PIECES * WP)
+    lanes = tl.arange(0, max(PIECES * WP, _LANES)) % (PIECES * WP)
     rank, low = lanes % WP, top + lanes // WP * PIECE
     region = table + (REGION + rank) * X + expert
     begin = tl.maximum(tl.load(region, mask=rank < ranks, other=0), low)

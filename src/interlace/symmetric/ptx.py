@@ -26,6 +26,7 @@ LINGER = """{
     @done bra OUT;
     mov.u32 looks, 0;
 AGAIN:
+    .pragma "nounroll";
     ld.relaxed.sys.global.b32 lacks, [$1];
     sub.s32 lacks, lacks, $2;
     setp.ge.s32 done, lacks, 0;
