@@ -3,15 +3,16 @@
     torchrun --nproc-per-node 2 benchmarks/exposed_audit.py --model 1.2b --zero 1,3
 
 Each form of the step runs twice in every round: as it is, and with every exchange of bytes left out (casts, sums and
-updates stay).  A rank's reported waiting must equal the difference of its two times within one point of the step:
+updates stay).  What a rank reports must equal the difference of its two times within one point of the step:
 
     on          as it trains: transfers on the side stream
     off         overlap=off, each transfer waited for at once
     one stream  every transfer on the compute stream itself
 
-`recording` is the same step without the meter's records: what reporting costs.  `stood` is all the compute stream
-waited for, own work on the side stream too; what is left of the step beyond the serialised form's, `slower than off`,
-is how much slower products run beside transfers and that work.
+To the waiting comes what a run reports as contention: how much more a step computes than one that waits for each
+transfer at once (`train/contention.py`).  `recording` is the same step without the meter's records: what reporting
+costs.  `stood` is all the compute stream waited for, own work on the side stream too; what is left of the step beyond
+the serialised form's, `slower than off`, is how much slower products run beside transfers and that work.
 """
 
 from __future__ import annotations
@@ -133,17 +134,23 @@ def main() -> None:
             made = variant(form, zero + ("-nccl" if given.transport == "library" else ""), cfg, groups, device)
             for _ in range(3):
                 made.step(batch)
-            found: dict[str, list[tuple[float, float, float]]] = {"with": [], "without": [], "unrecorded": []}
+            found: dict[str, list[tuple[float, float, float]]]
+            found = {"with": [], "without": [], "unrecorded": [], "serial": []}
             for _ in range(given.rounds):
                 found["with"].append(run(made, batch, given.steps, meter, device))
                 with left_out():
                     found["without"].append(run(made, batch, given.steps, meter, device))
+                meter.at_once = True
+                found["serial"].append(run(made, batch, given.steps, meter, device))
+                meter.at_once = False
                 meter.record = False
                 found["unrecorded"].append(run(made, batch, given.steps, meter, device))
                 meter.record = True
             step, waited, stood = (statistics.median(column) for column in zip(*found["with"], strict=True))
             bare, plain = (statistics.median(ms for ms, *_ in found[key]) for key in ("without", "unrecorded"))
-            mine = torch.tensor([step, bare, waited, stood, plain])
+            alone = statistics.median(ms - stands for ms, stands, _ in found["serial"])
+            slowed = max(0.0, step - waited - alone)
+            mine = torch.tensor([step, bare, waited, stood, plain, slowed])
             everyone = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(everyone, mine)
             rows += [(f"zero{zero}", form, r, *figures.tolist()) for r, figures in enumerate(everyone)]
@@ -163,16 +170,17 @@ def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], ranks: int) ->
         f"torch {torch.__version__}, {given.sequences} x {given.length} tokens a rank, {given.rounds} rounds of "
         f"{given.steps} steps, `{' '.join(sys.argv)}`",
         "",
-        "| plan | form | rank | step ms | without transfers ms | difference | reported | off by, % of step "
+        "| plan | form | rank | step ms | without transfers ms | difference | waited | contention | off by, % of step "
         "| step / without | recording costs % | stood | slower than off |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    alone = {(plan, r): step - stood for plan, form, r, step, _, _, stood, _ in rows if form == "off"}
-    for plan, form, r, step, bare, waited, stood, plain in rows:
+    alone = {(plan, r): step - stood for plan, form, r, step, _, _, stood, _, _ in rows if form == "off"}
+    for plan, form, r, step, bare, waited, stood, plain, slowed in rows:
         slower = f"{step - stood - alone[plan, r]:+.2f}" if (plan, r) in alone else "-"
         lines.append(
             f"| {plan} | {form} | {r} | {step:.2f} | {bare:.2f} | {step - bare:.2f} | {waited:.2f} | "
-            f"{100 * (waited - (step - bare)) / step:+.2f} | {step / bare:.3f} | {100 * (step / plain - 1):+.2f} | "
+            f"{slowed:.2f} | {100 * (waited + slowed - (step - bare)) / step:+.2f} | {step / bare:.3f} | "
+            f"{100 * (step / plain - 1):+.2f} | "
             f"{stood:.2f} | {slower} |"
         )
     text = "\n".join(lines)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import rank_functions_roles
-from interlace.collectives import Handle, ordered, sum_scalars
+from interlace.collectives import Handle, handle, ordered, sum_scalars
 from interlace.config import loads
 from interlace.errors import NumericsError
 from interlace.layout import split
@@ -34,6 +34,22 @@ from interlace.world import World
 def train_all(world: World, jobs: list[dict[str, str]]) -> list[dict[str, Any]]:
     """`loop.run` for each job in turn."""
     return [loop.run(world, **job) for job in jobs]
+
+
+def serial_steps(world: World, configs: list[str]) -> list[int]:
+    """Runs that tell contention here too; of each, how many transfers were waited for as they began."""
+    plain, found = Handle.wait, [0]
+
+    def wait(self: Handle[Any]) -> Any:
+        found[-1] += self._wait is not None and sys._getframe(1).f_code is handle.start.__code__
+        return plain(self)
+
+    told = mock.patch.object(loop, "_tells_contention", return_value=True)
+    with told, mock.patch.object(Handle, "wait", wait):
+        for config in configs:
+            loop.run(world, config)
+            found.append(0)
+    return found[:-1]
 
 
 def refused(world: World, config: str) -> str:

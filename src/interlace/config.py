@@ -248,7 +248,11 @@ class TrainSection(Section):
 
 @dataclass(frozen=True)
 class RunSection(Section):
-    """`[run]`: `save_every` 0 = only at the end, `keep` 0 = all checkpoints, `timeout` in seconds limits every wait."""
+    """`[run]`: `save_every` 0 = only at the end, `keep` 0 = all checkpoints, `timeout` in seconds limits every wait.
+
+    contention_every: one step in so many waits for each transfer at once, which tells how much slower the others
+    compute beside theirs; on GPUs, without a pipeline; 0 = none does.
+    """
 
     _place: ClassVar[str] = "run"
 
@@ -261,6 +265,7 @@ class RunSection(Section):
     deterministic: bool = False
     reproducible: Annotated[str, OneOf(("none", "plan"))] = "none"
     tensorboard: bool = False
+    contention_every: Count = 100
 
 
 _SECTIONS: dict[str, type[Section]] = {

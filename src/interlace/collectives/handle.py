@@ -43,7 +43,8 @@ class Meter:
     when it is settled.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
     where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
-    until `cut` takes them; a caller who never cuts turns it off.
+    until `cut` takes them; a caller who never cuts turns it off.  While `at_once` is set, every transfer but those of
+    lines, whose other side may come later, is waited for as soon as it has begun.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Meter:
         self._later: list[Callable[[], None]] | None = None
         self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
         self.record = record
+        self.at_once = False
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
         self._work: list[tuple[str, str, str, Moment, Moment]] = []
@@ -208,12 +210,31 @@ def start(
     launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
     peer: str = "",
+    is_early: bool = False,
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
 
     `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  `peer`, as in " from rank 3", is
-    said of a wait that does not end.  The closures hold every buffer.
+    said of a wait that does not end.  is_early: the other side need not have come to it.  The closures hold every
+    buffer.
     """
+    made = _start(meter, axis, name, nbytes, stream, prepare, launch, finish, peer)
+    if meter.at_once and not is_early:
+        made.wait()
+    return made
+
+
+def _start(
+    meter: Meter,
+    axis: str,
+    name: str,
+    nbytes: int,
+    stream: torch.cuda.Stream | None,
+    prepare: Callable[[], None] | None,
+    launch: Callable[[], Sequence[Work]],
+    finish: Callable[[], T],
+    peer: str,
+) -> Handle[T]:
     if stream is None:
         if prepare is not None:
             prepare()

@@ -81,7 +81,7 @@ def send(tensor: torch.Tensor, line: Group, *, name: str, through_host: bool = F
         return works
 
     peer = f" to rank {line.ranks[1]}"
-    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer)
+    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer, True)
     return Sending(tensor, handle, works[0])
 
 
@@ -101,7 +101,7 @@ def receive(
         return [work]
 
     peer = f" from rank {line.ranks[0]}"
-    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer)
+    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer, True)
 
 
 def has_host(line: Group) -> bool:

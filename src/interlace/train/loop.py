@@ -44,6 +44,7 @@ from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
 from interlace.train import state
+from interlace.train.contention import Contention
 from interlace.train.progress import Progress
 from interlace.train.session import Session
 from interlace.train.step import StepResult, train_step
@@ -93,6 +94,7 @@ def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
         if step == start + SETTLED:
             _settle()
         world.status(step=step + 1, operation="training step")
+        session.meter.at_once = folder.contention.is_serial(step)
         made = _step(session, step)
         if under_way is not None:
             folder.report(under_way)
@@ -188,6 +190,7 @@ class _RunFolder:
         self.flops_per_token = spec.flops_per_token(session.model_cfg, session.cfg.data.sequence_length).total
         self.peak, self.peak_source = peak_flops(session.world.device, session.cfg.train.precision)
         self.past = 0.0  # seconds of events before this run went on; rank 0 has read it
+        self.contention = Contention(session.cfg.run.contention_every if _tells_contention(session) else 0)
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> _RunFolder:
@@ -276,9 +279,10 @@ class _RunFolder:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericsError(_not_finite(session, made, loss, norm), loss=loss, grad_norm=norm)
         self.last_loss = loss
+        slowed = self._slowed(made, seconds)
         if (made.step + 1) % session.cfg.run.log_every and made.step + 1 < session.steps:
             return
-        waited, slowest, experts = self._over_ranks(made.record, seconds, made.result.loads)
+        waited, slowest, experts = self._over_ranks(made.record, seconds, made.result.loads, slowed)
         events = b""
         if made.step - self.start < EVENTS_FIRST or made.step % EVENTS_EVERY == 0:
             events = self._events(made, seconds)
@@ -313,26 +317,37 @@ class _RunFolder:
         if made.digest:
             self.progress.note(f"digest of the weights after step {made.step + 1}: {made.digest}")
 
+    def _slowed(self, made: _Made, seconds: float) -> float | None:
+        """This rank's contention in the step, if it is known and told."""
+        serial = self.contention.is_serial(made.step)
+        logged = (made.step + 1) % self.session.cfg.run.log_every == 0
+        if not self.contention.every or not (serial or logged):
+            return None
+        return self.contention.note(made.step, seconds, sum(made.record.waited().values()))
+
     def _over_ranks(
-        self, record: Record, seconds: float, loads_LY: torch.Tensor | None
+        self, record: Record, seconds: float, loads_LY: torch.Tensor | None, slowed: float | None
     ) -> tuple[dict[str, float], float, dict[str, float]]:
         """Seconds stood still in the step, by axis, averaged over the ranks; those of the slowest rank's step; and what
-        the metrics tell of experts, of all layers."""
+        the metrics tell of experts, of all layers, and of contention, the mean of the ranks."""
         own = record.waited()
         axes = [group.axis for group in self.session.groups if group.size > 1]
         load = []
         if self.session.model_cfg.num_experts:  # a stage of dense layers alone tells of none
             load = [0.0] * 4 if loads_LY is None else _load(loads_LY)
-        values = torch.tensor([seconds, *load, *(own.get(axis, 0.0) for axis in axes)], dtype=torch.float64)
+        stood = [own.get(axis, 0.0) for axis in axes]
+        values = torch.tensor([seconds, *load, *stood, slowed or 0.0], dtype=torch.float64)
         everyone = values[None]
         if axes:
             everyone = all_gather(values, self.session.groups.host, name="waited").wait().view(-1, len(values))
-        waited = everyone[:, 1 + len(load) :].mean(dim=0).tolist()
-        experts = {}
+        waited = everyone[:, 1 + len(load) : -1].mean(dim=0).tolist()
+        experts: dict[str, float] = {}
+        if slowed is not None:  # on all ranks alike
+            experts = {"contention": max(0.0, everyone[:, -1].mean().item())}
         if load:
             busiest, idle, dropped, chosen = everyone[:, 1 : 1 + len(load)].unbind(dim=1)
             stages = self.session.cfg.plan.pp  # whose ranks have other layers; the others have all counted the same
-            experts = {"busiest": busiest.max().item(), "idle": round(stages * idle.mean().item())}
+            experts |= {"busiest": busiest.max().item(), "idle": round(stages * idle.mean().item())}
             if self.session.model_cfg.capacity_factor:
                 experts["dropped"] = dropped.sum().item() / max(1.0, chosen.sum().item())
         return dict(zip(axes, waited, strict=True)), everyone[:, 0].max().item(), experts
@@ -349,6 +364,11 @@ class _RunFolder:
             whole = Event(world.rank, "step", "compute", f"step {made.step + 1}", at, at + seconds, 0, flops)
             own = to_jsonl([whole, *made.record.events(world.rank, made.begin, at)])
         return _brought_together(own, self.session.groups.host)
+
+
+def _tells_contention(session: Session) -> bool:
+    """A pipeline's ranks wait for each other's work; on a CPU transfers have no clock of their own."""
+    return session.world.device.type == "cuda" and session.world.size > 1 and session.cfg.plan.pp == 1
 
 
 def _load(loads_LY: torch.Tensor) -> list[float]:

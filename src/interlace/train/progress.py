@@ -131,23 +131,32 @@ def _fields(row: Row, remaining: float | None) -> list[_Field]:
         found.append(_Field(7, f"dropped {100 * known['dropped']:.2g} %", f"drop {100 * known['dropped']:.1g} %"))
     if known.get("waited"):
         found.append(_waited(known["waited"], known.get("step_s")))
+    if known.get("contention"):
+        found.append(_contention(known["contention"], known.get("step_s")))
     if remaining is not None:
         found.append(_Field(3, f"ETA {_clock(remaining)}", f"ETA {_clock(remaining)}"))
     return found
 
 
+def _contention(seconds: float, step_s: float | None) -> _Field:
+    """How much longer a step computed beside its transfers than alone."""
+    share = f" {100 * seconds / step_s:.0f} %" if step_s else ""
+    return _Field(10, f"slowed {_time(seconds)}{share}", f"slowed{share or ' ' + _time(seconds)}")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
+
+
 def _waited(waited: Mapping[str, float], step_s: float | None) -> _Field:
     """Time stood still, by axis, in milliseconds and as a share of the step; in short the sum of all axes."""
-
-    def time_of(seconds: float) -> str:
-        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2g} ms"
 
     def share_of(seconds: float) -> str:
         return f"{100 * seconds / step_s:.0f} %" if step_s else ""
 
     whole = sum(waited.values())
-    by_axis = ", ".join(f"{axis} {time_of(each)} {share_of(each)}".rstrip() for axis, each in waited.items())
-    return _Field(2, f"waited {by_axis}", f"waited {share_of(whole) or time_of(whole)}", full_rank=7)
+    by_axis = ", ".join(f"{axis} {_time(each)} {share_of(each)}".rstrip() for axis, each in waited.items())
+    return _Field(2, f"waited {by_axis}", f"waited {share_of(whole) or _time(whole)}", full_rank=7)
 
 
 def _si(value: float) -> str:
