@@ -5,7 +5,7 @@
 Rows: M of the whole batch by the products of a layer of five models on one rank of tp=2 and tp=8, bf16 on random data;
 `--rows A:B` takes some of them by number, `--list` prints them all.  Each is first compared with the product in fp32
 (one rounding, or twice as far as cuBLAS is), then timed: cuBLAS and the product in turn, `--rounds` times, each time
-so many calls that the GPU works for some milliseconds; medians, and the range of the ratio over the rounds.  Factors
+so many calls that the GPU works for some milliseconds, handed out before it begins; medians, and the range of the ratio over the rounds.  Factors
 alternate between copies that together outgrow the L2 cache.  Weights are [N K], as in a layer.
 
 `--search` times a short list of tiles instead of the default one and names the quickest; the list of winners by shape
@@ -29,10 +29,12 @@ import torch
 import triton
 
 from interlace.kernels.candidate import Problem, Tile
+from interlace.kernels.measure import stand_still
 from interlace.kernels.tile import default_tile, is_interpreted, matmul
 
 M_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-BUSY = 4e-3  # seconds that one timing lasts, at least
+BUSY = 4e-3  # seconds that one timing lasts, where MOST calls do
+MOST, AHEAD = 64, 200e-6  # calls of a timing; seconds of the host that one takes at most
 CACHE = 120 << 20  # bytes of factors that calls alternate between, at least
 RATE = 600e12  # FLOP/s, and
 READ = 4e12  # bytes/s, for the number of calls of a timing
@@ -150,13 +152,14 @@ def wrong(factors: Factors, tile: Tile | None) -> str:
 
 
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Of one call."""
+    """Of one call.  A GPU begins when the host has handed out all of them: a short product takes it less than that."""
     if device.type == "cpu":
         begin = time.perf_counter()
         for _ in range(times):
             call()
         return (time.perf_counter() - begin) / times
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stand_still(AHEAD * times, device)
     begin.record()
     for _ in range(times):
         call()
@@ -195,7 +198,7 @@ def measure(row: Row, tiles: list[Tile], rounds: int, device: torch.device) -> t
         return "; ".join(refused)
     calls[None] = library
     estimate = max(2.0 * row.M * row.N * row.K / RATE, 2 * (row.N + row.M) * row.K / READ, 5e-6)
-    times = 1 if device.type == "cpu" else max(1, min(500, round(BUSY / estimate)))
+    times = 1 if device.type == "cpu" else max(1, min(MOST, round(BUSY / estimate)))
     for call in calls.values():
         call()
     taken: dict[Tile | None, list[float]] = {tile: [] for tile in calls}
