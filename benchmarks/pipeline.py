@@ -287,7 +287,7 @@ def main() -> None:
              pairs_of(generate(name, world.size, 1, chunks_for(name)).placement)}  # fmt: skip
     device = torch.device("cpu") if args.sleep else world.device
     lines = make_lines(mesh, world.rank, "pp", every, device, 300.0, meter)
-    carried = lines if args.library else in_boxes(groups["pp"], every, lines, 300.0)
+    carried = lines if args.library or args.sleep else in_boxes(groups["pp"], every, lines, 300.0)
     names = args.schedules.split(",")
     if args.sleep:
         head = ["| schedule | table ms | step ms | | micro-batches held |", "|---|---|---|---|---|"]

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -210,11 +211,12 @@ def chains(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chain(
-    world: World, name: str, steps: list[list[Pair]], slots: int, chunks: int = 1, delay: float = 0.0
+    world: World, name: str, steps: list[list[Pair]], slots: int, chunks: int = 1, delay: float = 0.0, loads: int = 0
 ) -> dict[str, Any]:
     """Steps of these shapes through boxes (slots = 0: through the library's lines), and what differs from one process.
 
-    delay: seconds that the last rank, each time up to, is late.
+    delay: seconds that the last rank, each time up to, is late.  loads: so many steps go through the host, as first ones
+    on a GPU do by themselves.
     """
     device, meter = world.device, Meter()
     table = lower(generate(name, world.size, len(steps[0]), chunks))
@@ -247,7 +249,9 @@ def chain(
         inputs[:] = inputs_of(shapes, number, device)
         if len(shapes) not in made:
             made[len(shapes)] = pipeline_of(world, generate(name, world.size, len(shapes), chunks), lines, meter)
-        made[len(shapes)].run(works, [(*shape, FEATURES) for shape in shapes], torch.float32)
+        early = mock.patch.object(Pipeline, "_loads", return_value=True) if number < loads else nullcontext()
+        with early:
+            made[len(shapes)].run(works, [(*shape, FEATURES) for shape in shapes], torch.float32)
         loss = serially(whole, list(inputs))
         losses = [part.item() for work in works.values() for part in work.take_losses()]
         apart = max(apart, abs(sum(losses) / loss - 1)) if losses else apart
@@ -299,13 +303,16 @@ def one_fails(world: World, how: str) -> None:
 
 def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`verify.under_plan` for each job in turn, whose lines are boxes with `fault` slots."""
-    found = []
+    found, made = [], list[Boxes]()
     for job in jobs:
         slots = int(job.pop("fault"))
 
         def in_boxes(group: Any, pairs: Any, lines: Any, timeout: float, slots: int = slots) -> Boxes:
-            return Boxes(group, pairs, lines, timeout, slots)
+            made.append(Boxes(group, pairs, lines, timeout, slots))
+            return made[-1]
 
         with mock.patch.object(stages, "in_boxes", in_boxes):
             found.append(verify.under_plan(world, **job))
+    assert len(made) == len(jobs)
+    assert all(boxes.nbytes > 0 for boxes in made)
     return found

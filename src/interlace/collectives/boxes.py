@@ -84,11 +84,14 @@ class Boxes(Mapping[Pair, "Box"]):
         self.check()
         if self._heap is not None and nbytes <= self.nbytes:
             return
+        before = self._heap
         self.close()
         self.nbytes = overlap.grown(self.nbytes, plan.slot(nbytes))
         group, lines = self.group, plan.incoming(self.pairs)
         room = plan.arena(lines, self.nbytes, group.size, self.slots)
         self._heap = heap = SymmetricHeap(room, group.process_group, group.device, self.timeout)
+        if before is not None:
+            heap.fabric.succeed(before.fabric)
         contents = heap.empty((lines, self.slots, self.nbytes), torch.uint8, "slots")
         arrived, taken = heap.signals(group.size, "arrived"), heap.signals(group.size, "taken")
         for (_, target), box in self._boxes.items():

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -104,13 +105,12 @@ class OnGpu(Fabric):
             end.synchronize()
         self._waiting.clear()
 
-    def watch(self) -> None:
-        threading.Thread(target=self._watch, daemon=True).start()
+    def succeed(self, other: Fabric) -> None:
+        assert isinstance(other, OnGpu)
+        self._streams = other._streams
 
-    def _watch(self) -> None:
-        while self.arenas:
-            self._look()
-            time.sleep(WATCH)
+    def watch(self) -> None:
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def _look(self) -> None:
         """Lets those go that have waited too long; those that have not waited any more are forgotten."""
@@ -120,6 +120,7 @@ class OnGpu(Fabric):
                 with self._letting_go:
                     if self._waiting.get(address) is each:
                         self._let_go(each, now)
+                    if self._waiting.get(address) is each:  # no newer one has taken its place
                         self._waiting.pop(address, None)
 
     def _let_go(self, late: Waiting, now: float) -> None:
@@ -222,6 +223,13 @@ class OnGpu(Fabric):
 
     def close(self) -> None:
         self.arenas = []
+
+
+def _watch(fabric: weakref.ref[OnGpu]) -> None:
+    while (own := fabric()) is not None and own.arenas:
+        own._look()
+        del own
+        time.sleep(WATCH)
 
 
 class Cuda(OnGpu):

@@ -78,6 +78,9 @@ class Fabric(ABC):
     def watch(self) -> None:  # noqa: B027 - waits of most worlds look at the clock themselves
         """From now on a stream's wait past its limit is let go also while nobody synchronises, and `late` tells."""
 
+    def succeed(self, other: Fabric) -> None:  # noqa: B027 - most worlds have as many streams as anybody asks for
+        """Takes over the streams of one that was closed: a device has few, and beyond them two names share one."""
+
     @abstractmethod
     def abort(self) -> None:
         """Asks this rank's spinners to leave."""
