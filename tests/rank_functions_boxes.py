@@ -215,8 +215,8 @@ def chain(
 ) -> dict[str, Any]:
     """Steps of these shapes through boxes (slots = 0: through the library's lines), and what differs from one process.
 
-    delay: seconds that the last rank, each time up to, is late.  loads: so many steps go through the host, as first ones
-    on a GPU do by themselves.
+    delay: seconds that the last rank, each time up to, is late.  loads: so many steps go through the host, as the
+    first do on a GPU.
     """
     device, meter = world.device, Meter()
     table = lower(generate(name, world.size, len(steps[0]), chunks))
