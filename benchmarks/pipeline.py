@@ -1,7 +1,7 @@
 """Forward and backward of a step through pipeline schedules, beside `torch.distributed.pipelining`.
 
     torchrun --nproc-per-node N benchmarks/pipeline.py [--model 1.2b] [--micro-batches 8] [--batch 1] [--length 4096]
-        [--schedules gpipe,1f1b,...] [--rounds 5] [--peers] [--sleep 40] [--out FILE]
+        [--schedules gpipe,1f1b,...] [--rounds 5] [--peers] [--library] [--sleep 40] [--out FILE]
 
 Both run the same stages, cut alike, in bf16 on a GPU and fp32 on a CPU, over the same random tokens; weights are
 whole, gradients add up in `.grad`, no optimizer runs.  Loss and gradient norm of ours are compared with the peer's
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from interlace.collectives import Groups, Lines, Meter, all_gather, make_groups, make_lines
+from interlace.collectives import Groups, Line, Meter, all_gather, in_boxes, make_groups, make_lines
 from interlace.collectives.handle import between
 from interlace.config import SCHEDULES, ModelConfig, load
 from interlace.launch import join
@@ -44,6 +44,8 @@ from interlace.world import World
 
 sys.path.append(str(Path(__file__).parent))
 import peers.torch_pipelining as native
+
+Lines = Mapping[tuple[int, int], Line]
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--library", action="store_true", help="send by NCCL also where copy engines can")
     parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -284,6 +287,7 @@ def main() -> None:
              pairs_of(generate(name, world.size, 1, chunks_for(name)).placement)}  # fmt: skip
     device = torch.device("cpu") if args.sleep else world.device
     lines = make_lines(mesh, world.rank, "pp", every, device, 300.0, meter)
+    carried = lines if args.library or args.sleep else in_boxes(groups["pp"], every, lines, 300.0)
     names = args.schedules.split(",")
     if args.sleep:
         head = ["| schedule | table ms | step ms | | micro-batches held |", "|---|---|---|---|---|"]
@@ -296,7 +300,7 @@ def main() -> None:
             "| schedule | ours ms (range) | GiB | bubble % | of its table % | torch ms (range) | GiB | torch / ours |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        rows = (row(name, size, world, groups, meter, lines, args) for name in names)
+        rows = (row(name, size, world, groups, meter, carried, args) for name in names)
     where = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     title = f"{datetime.date.today()}, {world.size} ranks, {where}, torch {torch.__version__}: {' '.join(sys.argv[1:])}"
     found = [title, "", *head]

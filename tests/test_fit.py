@@ -254,6 +254,24 @@ def test_units_in_flight() -> None:
     assert estimate(alone, alone.plan).gather == 0
 
 
+def test_boxes_of_a_pipeline() -> None:
+    """Slots for the messages of the lines that come to a rank: one line of two ranks, two lines of more."""
+    words = ["train.global_batch=8", "data.sequence_length=4096", "train.precision=bf16"]
+    for plan, lines, rows in (
+        ("pp=2 micro_batches=4", 1, 2 * 4096),
+        ("pp=4 schedule=zbv micro_batches=8", 2, 4096),
+        ("pp=2 tp=2 micro_batches=4", 1, 4096),
+        ("pp=2 tp=2 sequence=off micro_batches=4", 1, 2 * 4096),
+    ):
+        config = load(None, parallel=plan, preset="1.2b", overrides=words)
+        D, slots = config.model_config().hidden_size, 3
+        found = estimate(config, config.plan).symmetric
+        assert found == pytest.approx(lines * slots * 2 * rows * D, abs=4 << 20), plan
+        library = load(None, parallel=f"{plan} transport=library", preset="1.2b", overrides=words)
+        for cfg, device in ((library, "cuda"), (config, "cpu")):
+            assert estimate(cfg, cfg.plan, device).symmetric == 0
+
+
 def test_tied_embedding_stays_whole() -> None:
     config = load(None, parallel="dp=4 zero=3", preset="qwen3-0.6b")
     memory = estimate(config, config.plan)

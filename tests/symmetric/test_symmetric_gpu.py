@@ -83,6 +83,27 @@ def test_streams_write_and_await_flags_and_a_stream_that_waits_too_long_is_let_g
 
 
 @pytest.mark.gpu
+def test_a_thread_lets_go_what_nobody_watches() -> None:
+    heap = SymmetricHeap(1 << 16, device="cuda", timeout=1.0)
+    words = heap.signals(2, "words")
+    heap.fabric.watch()
+    heap.write(words.local[0], 1)
+    heap.wait(words.local[0], 1, 0)  # came in time
+    with heap.stream("side"):
+        heap.wait(words.local[1], 4, 0)
+        moment = heap.event()
+    assert not moment.is_done
+    torch.cuda.synchronize()
+    assert moment.is_done
+    late = heap.fabric.late
+    assert late is not None
+    assert (heap.name_of(late.flag), late.peer, late.want, late.have) == ("words[1]", 0, 4, 0)
+    assert 1.0 <= late.elapsed < 5.0
+    with pytest.raises(Hang, match=r"words\[1\] to reach 4, found 0"):
+        heap.check()
+
+
+@pytest.mark.gpu
 def test_a_number_of_the_host_is_refused_inside_a_graph() -> None:
     heap = SymmetricHeap(1 << 16, device="cuda")
     words = heap.signals(2, "words")

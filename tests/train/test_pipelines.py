@@ -60,6 +60,25 @@ def test_pipelines_equal_one_process(ranks: int, run_ranks: Run, tmp_path: Path)
             assert report.first_beyond is not None
 
 
+BOXED: dict[int, list[tuple[str, list[str], str]]] = {  # plan, what else, slots of a box
+    2: [
+        ("pp=2 schedule=zbv micro_batches=4", ["model.num_layers=4", *MIXED, *TIED], "1"),
+        ("pp=2 micro_batches=3 recompute=full", [*FIVE, "train.global_batch=7"], "3"),
+    ],
+    3: [("pp=3 schedule=interleaved chunks=2 micro_batches=4", ["model.num_layers=7", *TIED], "2")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", BOXED)
+def test_pipelines_over_boxes_equal_one_process(
+    ranks: int, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_verify.FUNCTIONS", "rank_functions_boxes")
+    jobs = [(runs.config(tmp_path, plan, words), slots) for plan, words, slots in BOXED[ranks]]
+    for report in prove(run_ranks, jobs, tmp_path):
+        assert report.passed, explain(report)
+
+
 FIXED = ["run.reproducible=plan", "train.global_batch=7", "model.num_layers=4", "train.warmup=2", *MIXED]
 SAME: dict[int, list[tuple[str, str]]] = {  # by ranks: plan and kind of model
     1: [("dp=1", "plain"), ("dp=1", "tied"), ("dp=1", "bf16"), ("dp=1 micro_batch_size=7", "in one")],

@@ -61,6 +61,10 @@ class Mark(Event):
 
         self.host.mark_item("event wait", passed)
 
+    @property
+    def is_done(self) -> bool:
+        return bool(self.knows)
+
 
 class Host(Fabric):
     """One rank of a machine."""

@@ -1,17 +1,21 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
+from interlace.collectives.boxes import Box, Boxes, in_boxes
 from interlace.collectives.groups import Group, Groups, make_groups, neighbours, strided
-from interlace.collectives.handle import Handle, Meter, Record
-from interlace.collectives.lines import Lines, Sending, make_lines, receive, send
+from interlace.collectives.handle import Handle, Meter, Record, Sending
+from interlace.collectives.lines import Line, Lines, make_lines, receive, send
 from interlace.collectives.ops import all_gather, all_to_all, broadcast, gather_bytes
 from interlace.collectives.ordered import Add, add_parts, all_reduce, balanced, both, reduce_scatter, sum_scalars, then
 from interlace.collectives.window import Window, make_windows, memory_of, reach
 
 __all__ = [
     "Add",
+    "Box",
+    "Boxes",
     "Group",
     "Groups",
     "Handle",
+    "Line",
     "Lines",
     "Meter",
     "Record",
@@ -25,6 +29,7 @@ __all__ = [
     "both",
     "broadcast",
     "gather_bytes",
+    "in_boxes",
     "make_groups",
     "make_lines",
     "make_windows",

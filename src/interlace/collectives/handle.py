@@ -200,6 +200,20 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
 
+class Sending:
+    """A send under way.  It holds its tensor; let it go when it `is_done`, which gloo never says, or after `wait`."""
+
+    def __init__(self, tensor: torch.Tensor, handle: Handle[None], is_done: Callable[[], bool]) -> None:
+        self._tensor, self._handle, self._is_done = tensor, handle, is_done
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done()
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+
 def start(
     meter: Meter,
     axis: str,

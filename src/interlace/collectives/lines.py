@@ -5,6 +5,8 @@ other side posts its receives in that order, early, into buffers whose shapes it
 direction has its own process group, because on NCCL the transfers of one run one after another, and a send that waits
 for its peer would hold up what comes the other way (on gloo it costs two sockets).
 
+Where ranks address each other's memory a line may be a box (`collectives.boxes`), which holds no multiprocessor.
+
 `through_host` sends by way of the host's memory, with gloo.  NCCL's kernels spin on the device until the other side
 comes, and CUDA loads a kernel at its first launch, which waits for those that run: ranks with different work to do
 would each wait for the other's (on two H200s every pipeline did, in its first step).  So what may launch a kernel for
@@ -19,11 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from interlace.collectives.boxes import Box
 from interlace.collectives.groups import Group
-from interlace.collectives.handle import Handle, Meter, start
+from interlace.collectives.handle import Handle, Meter, Sending, start
 from interlace.mesh import Mesh
 
 Lines = Mapping[tuple[int, int], Group]  # (from, to), places along the axis -> a group of these two
+Line = Group | Box
 
 
 def make_lines(
@@ -51,22 +55,12 @@ def make_lines(
     return lines
 
 
-class Sending:
-    """A send under way.  It holds its tensor; let it go when it `is_done`, which gloo never says, or after `wait`."""
-
-    def __init__(self, tensor: torch.Tensor, handle: Handle[None], work: dist.Work) -> None:
-        self._tensor, self._handle, self._work = tensor, handle, work
-
-    @property
-    def is_done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        self._handle.wait()
-
-
-def send(tensor: torch.Tensor, line: Group, *, name: str, through_host: bool = False) -> Sending:
+def send(tensor: torch.Tensor, line: Line, *, name: str, through_host: bool = False) -> Sending:
     """Starts sending a contiguous tensor down the line."""
+    if isinstance(line, Box):
+        if not through_host:
+            return line.send(tensor, name)
+        line = line.beneath
     assert line.rank == 0 and line.process_group is not None and tensor.is_contiguous()
     nbytes = tensor.numel() * tensor.element_size()
     line.meter.count("send", line.axis, nbytes)
@@ -81,14 +75,18 @@ def send(tensor: torch.Tensor, line: Group, *, name: str, through_host: bool = F
         return works
 
     peer = f" to rank {line.ranks[1]}"
-    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer, True)
-    return Sending(tensor, handle, works[0])
+    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer, is_early=True)
+    return Sending(tensor, handle, works[0].is_completed)
 
 
 def receive(
-    shape: Sequence[int], dtype: torch.dtype, line: Group, *, name: str, through_host: bool = False
+    shape: Sequence[int], dtype: torch.dtype, line: Line, *, name: str, through_host: bool = False
 ) -> Handle[torch.Tensor]:
     """Starts receiving the next tensor of the line, which has this shape and dtype, and is sent in the same way."""
+    if isinstance(line, Box):
+        if not through_host:
+            return line.receive(shape, dtype, name)
+        line = line.beneath
     assert line.rank == 1 and line.process_group is not None
     if through_host:
         coming, device = receive(shape, dtype, _on_host(line), name=name), line.device
@@ -101,11 +99,12 @@ def receive(
         return [work]
 
     peer = f" from rank {line.ranks[0]}"
-    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer, True)
+    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer, is_early=True)
 
 
-def has_host(line: Group) -> bool:
+def has_host(line: Line) -> bool:
     """Whether the line's process group carries tensors of the host too."""
+    line = line.beneath if isinstance(line, Box) else line
     return "cpu:" in dist.get_backend_config(line.process_group)
 
 

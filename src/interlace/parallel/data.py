@@ -373,6 +373,9 @@ class DataParallel(nn.Module):
             peer for window in self._windows for peer in window.peers if peer is not window.peers[window.group.rank]
         ]
 
+    def check_transfers(self) -> None:
+        """Raises Hang if a stream waited for a peer longer than it may: what was computed since means nothing."""
+
     def spare_memory(self) -> torch.Tensor | None:
         """Memory that holds nothing until the next backward pass begins, where gradients will leave from: uint8, 1-D.
 

@@ -9,6 +9,7 @@ takes in.  What is in flight is counted, and never more than `schedule.validate`
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from interlace.collectives import Handle, Lines, Meter, Sending, receive, send
+from interlace.collectives import Boxes, Handle, Line, Meter, Sending, receive, send
 from interlace.collectives.lines import has_host
 from interlace.parallel.split import Switch, Tape
 from interlace.schedule import Action, Kind, Table, validate
@@ -56,11 +57,13 @@ class Pipeline:
     Args:
         table: lowered and valid.
         rank: this rank's place along the pipeline.
-        lines: to and from the ranks whose stages are neighbours (`pairs_of`).
+        lines: to and from the ranks whose stages are neighbours (`pairs_of`).  In boxes they are the same on all ranks.
         device, meter: of this rank; computations, waits and transfers are recorded there.
     """
 
-    def __init__(self, table: Table, rank: int, lines: Lines, device: torch.device, meter: Meter) -> None:
+    def __init__(
+        self, table: Table, rank: int, lines: Mapping[tuple[int, int], Line], device: torch.device, meter: Meter
+    ) -> None:
         self.table, self.rank, self.lines, self.device, self.meter = table, rank, lines, device, meter
         self.peaks = validate(table)
         self.row = table.rows[rank]
@@ -80,6 +83,8 @@ class Pipeline:
         they are whole all the time, and nothing is to be reduced.
         """
         assert len(shapes) == self.table.micro_batches, (len(shapes), self.table.micro_batches)
+        if isinstance(self.lines, Boxes):
+            self.lines.require(dtype.itemsize * max(math.prod(shape) for shape in shapes))
         step = _Step(self, works, shapes, dtype, weights, self._loads(shapes))
         for action in self.row:
             step.do(action)

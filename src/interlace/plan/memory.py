@@ -21,8 +21,9 @@ Activations are the tensors that autograd saves in a block (`block_activations` 
 its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Over tp, heads and
 inner features are split, and with sequence=on the rows of the residual stream, its norms and dropout; the inputs of
 products, which are gathered once for both passes, are whole.  Fused products of tp hold symmetric memory, an arena for
-each operation, whatever the number of layers (`plan.overlap`).  Not counted: what the device's own runtime and
-communication library take (1-2 GB on a GPU), and the allocator's fragments.
+each operation, whatever the number of layers (`plan.overlap`), and lines of a pipeline slots for messages
+(`plan.boxes`).  Not counted: what the device's own runtime and communication library take (1-2 GB on a GPU), and the
+allocator's fragments.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.plan import boxes, overlap
 from interlace.plan import exchange as fused_exchange
-from interlace.plan import overlap
 from interlace.plan import zero as engine
 from interlace.plan.context import as_data, choose
 from interlace.plan.expert import as_data as as_data_of_experts
@@ -53,7 +54,7 @@ class Memory:
     """Bytes on the most loaded rank at the worst moment: the end of forward, or the beginning or end of backward.
 
     gather: units whose weights are whole for a while (zero 3).  transfer: receive buffers of the two gradient
-    reductions that may be under way.  symmetric: what peers write to in fused products of tp.
+    reductions that may be under way.  symmetric: what peers write to in fused products of tp, and between stages.
     """
 
     parameters: int
@@ -153,7 +154,7 @@ def _rank(
         activations=activations,
         logits=logits,
         transfer=transfer,
-        symmetric=_symmetric(config, plan, device, rank, ways),
+        symmetric=_symmetric(config, plan, device, rank, ways) + _boxes(config, plan, device, tokens),
     )
 
 
@@ -172,6 +173,15 @@ def _symmetric(
     found = overlapped(replace(config, plan=plan), first, config.train.global_batch)
     chosen = [ways(each, plan.tp) if ways else overlap.roomiest(each, *sizes) for each in found]
     return overlap.held(zip(found, chosen, strict=True), *sizes)
+
+
+def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
+    """What a pipeline's lines over copy engines hold on every rank, on GPUs that reach each other."""
+    if plan.pp == 1 or device != "cuda" or plan.transport == "library":
+        return 0
+    itemsize = 2 if config.train.precision == "bf16" else 4
+    message = boxes.slot(_rows(tokens, plan) * config.model_config().hidden_size * itemsize)
+    return boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
 
 
 def _own_stages(

@@ -7,7 +7,8 @@ itself (cuStreamWriteValue32, cuStreamWaitValue32: no SM, and a full barrier bef
 memory, as graphs need it, is raised at a peer by a copy engine, and raised or awaited here by a kernel of one program.
 
 A stream's own wait has no limit, so `synchronize` watches: past the heap's timeout it leaves the record a kernel would
-have left, and lets the stream go on by raising the word itself.
+have left, and lets the stream go on by raising the word itself.  For those who never synchronise a thread looks
+(`watch`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -27,13 +29,14 @@ import torch.distributed as dist
 from interlace.errors import ConfigError, Hang, ResourceError
 from interlace.streams import On, current, handle
 from interlace.symmetric.fabric import Event, Fabric
-from interlace.symmetric.record import GAVE_UP, RECORD, WORDS, stream_record
+from interlace.symmetric.record import GAVE_UP, RECORD, WORDS, Record, stream_record
 
 if TYPE_CHECKING:
     from interlace.symmetric.heap import SymmetricHeap
 
 T = TypeVar("T")
 POLL = 50e-6  # seconds between two looks at a stream
+WATCH = 0.5  # the same of the thread that watches
 LOADING = 1.0  # limit of waits, in seconds, while kernels are loaded
 RESCUE = -3  # priority of the stream that lets others go
 STREAM, ADDRESS = ctypes.c_void_p, ctypes.c_uint64
@@ -53,6 +56,10 @@ class Mark(Event):
 
     def wait(self) -> None:
         current(self._device).wait_event(self._event)
+
+    @property
+    def is_done(self) -> bool:
+        return self._event.query()
 
 
 class Waiting(NamedTuple):
@@ -81,6 +88,7 @@ class OnGpu(Fabric):
         self._rescue = torch.cuda.Stream(device, priority=RESCUE)
         self._said = torch.zeros(len(WORDS), dtype=torch.int64).pin_memory()
         self._raised = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self._letting_go = threading.Lock()
 
     def synchronize(self) -> None:
         """Ends when the current and all named streams have; a stream's own wait past its limit is let go."""
@@ -91,15 +99,29 @@ class OnGpu(Fabric):
             end.record(stream)
             ends.append(end)
         while self._waiting and not all(end.query() for end in ends):
-            now = time.monotonic()
-            for address, each in list(self._waiting.items()):
-                if now - each.since > self.limit:
-                    self._let_go(each, now)
-                    del self._waiting[address]
+            self._look()
             time.sleep(POLL)
         for end in ends:
             end.synchronize()
         self._waiting.clear()
+
+    def succeed(self, other: Fabric) -> None:
+        assert isinstance(other, OnGpu)
+        self._streams = other._streams
+
+    def watch(self) -> None:
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+
+    def _look(self) -> None:
+        """Lets those go that have waited too long; those that have not waited any more are forgotten."""
+        now = time.monotonic()
+        for address, each in list(self._waiting.items()):
+            if now - each.since > self.limit:
+                with self._letting_go:
+                    if self._waiting.get(address) is each:
+                        self._let_go(each, now)
+                    if self._waiting.get(address) is each:  # no newer one has taken its place
+                        self._waiting.pop(address, None)
 
     def _let_go(self, late: Waiting, now: float) -> None:
         head = self.arenas[self.rank]
@@ -108,8 +130,10 @@ class OnGpu(Fabric):
             if (have - late.value) % (1 << 32) < 1 << 31:
                 return  # it has come by now
             gave_up = head[GAVE_UP : GAVE_UP + 4].view(torch.int32)
+            offset = late.flag.data_ptr() - head.data_ptr()
+            if self.late is None:
+                self.late = Record("a stream", self.rank, 0, late.peer, offset, late.value, have, now - late.since)
             if not int(gave_up.item()):
-                offset = late.flag.data_ptr() - head.data_ptr()
                 words = stream_record(late.peer, offset, late.value, have, now - late.since)
                 self._said.copy_(torch.tensor(words))
                 self._raised[0] = 1
@@ -199,6 +223,13 @@ class OnGpu(Fabric):
 
     def close(self) -> None:
         self.arenas = []
+
+
+def _watch(fabric: weakref.ref[OnGpu]) -> None:
+    while (own := fabric()) is not None and own.arenas:
+        own._look()
+        del own
+        time.sleep(WATCH)
 
 
 class Cuda(OnGpu):

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from interlace.symmetric.record import Record
+
 
 class Event(ABC):
     """A moment in a stream."""
@@ -20,6 +22,11 @@ class Event(ABC):
     @abstractmethod
     def wait(self) -> None:
         """What the current stream is given from now on begins after that moment."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether the moment has come; does not wait."""
 
 
 class Fabric(ABC):
@@ -34,6 +41,7 @@ class Fabric(ABC):
     sharing: int = 1  # ranks on this rank's device: their programs that wait must fit on it together
     loading: bool = False  # kernels are only being loaded: no wait waits, and none that left has failed
     limit: float = 10.0  # seconds a wait may take; the heap sets it
+    late: Record | None = None  # the first wait of a stream that was let go, as far as this host knows
 
     @abstractmethod
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
@@ -66,6 +74,12 @@ class Fabric(ABC):
     @abstractmethod
     def graph(self, function: Callable[[], None]) -> Callable[[], None]:
         """Calls `function` once, records what it enqueues, and returns what enqueues the same again."""
+
+    def watch(self) -> None:  # noqa: B027 - waits of most worlds look at the clock themselves
+        """From now on a stream's wait past its limit is let go also while nobody synchronises, and `late` tells."""
+
+    def succeed(self, other: Fabric) -> None:  # noqa: B027 - most worlds have as many streams as anybody asks for
+        """Takes over the streams of one that was closed: a device has few, and beyond them two names share one."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from interlace.errors import ConfigError, ResourceError
 from interlace.symmetric import interpreter
 from interlace.symmetric.fabric import Event, Fabric
-from interlace.symmetric.record import ABORT, GAVE_UP, RECORD, stream_record
+from interlace.symmetric.record import ABORT, GAVE_UP, RECORD, Record, stream_record
 
 FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
 POLL = 50e-6  # seconds between two looks at a flag
@@ -36,6 +36,10 @@ class Mark(Event):
 
     def wait(self) -> None:
         self._fabric.enqueue(lambda: self._done.wait())
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
 
 
 class Stream:
@@ -163,7 +167,9 @@ class Shm(Fabric):
                 return
             elapsed = time.monotonic() - begin
             if elapsed > self.limit or int(abort):
-                words = stream_record(peer, flag.data_ptr() - head.data_ptr(), want, have, elapsed)
+                offset = flag.data_ptr() - head.data_ptr()
+                self.late = self.late or Record("a stream", self.rank, 0, peer, offset, want, have, elapsed)
+                words = stream_record(peer, offset, want, have, elapsed)
                 head[RECORD : RECORD + 8 * len(words)].view(torch.int64).copy_(torch.tensor(words))
                 gave_up.fill_(1)
                 return

@@ -275,6 +275,7 @@ class _RunFolder:
         """Reads a step's numbers, refuses those that are not finite, and writes them down.  Collective."""
         session = self.session
         loss, norm = made.result.loss.item(), made.result.grad_norm.item()
+        session.model.check_transfers()
         seconds = between(made.begin, made.end)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NumericsError(_not_finite(session, made, loss, norm), loss=loss, grad_norm=norm)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from interlace import spec
-from interlace.collectives import Group, Groups, Handle, Lines, Meter, all_gather, make_lines
+from interlace.collectives import Boxes, Group, Groups, Handle, Line, Lines, Meter, all_gather, in_boxes, make_lines
 from interlace.collectives.handle import Moment, now
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.models.decoder import Decoder
@@ -69,7 +69,13 @@ class Staged:
     """What a rank of a pipeline runs: its stages, the tables for any number of micro-batches, and what they work on."""
 
     def __init__(
-        self, cfg: Config, model: StagedParallel, cut: Sequence[Sequence[str]], group: Group, lines: Lines, meter: Meter
+        self,
+        cfg: Config,
+        model: StagedParallel,
+        cut: Sequence[Sequence[str]],
+        group: Group,
+        lines: Mapping[tuple[int, int], Line],
+        meter: Meter,
     ) -> None:
         self.cfg, self.model, self.group, self.lines, self.meter = cfg, model, group, lines, meter
         self.routed: dict[tuple[int, int], list[Tensor]] = {}  # by stage and micro-batch: of each layer, [2 B]
@@ -234,9 +240,13 @@ def prepare(
 
 def attach(cfg: Config, model_cfg: ModelConfig, model: StagedParallel, groups: Groups, meter: Meter) -> None:
     """Lets `train.step` run the model through its pipeline.  Collective."""
-    lines = _lines(cfg, groups, pairs_of(placement_of(cfg.plan)))
+    group, pairs = groups["pp"], pairs_of(placement_of(cfg.plan))
+    made = _lines(cfg, groups, pairs)
+    lines = made if cfg.plan.transport == "library" else in_boxes(group, pairs, made, cfg.run.timeout)
+    if isinstance(lines, Boxes):
+        model.boxes = lines
     cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
-    model.through = Staged(cfg, model, cut, groups["pp"], lines, meter).forward_backward
+    model.through = Staged(cfg, model, cut, group, lines, meter).forward_backward
 
 
 def _lines(cfg: Config, groups: Groups, pairs: set[tuple[int, int]]) -> Lines:
