@@ -6,7 +6,7 @@ Rows: M of the whole batch by the products of a layer of five models on one rank
 `--rows A:B` takes some of them by number, `--list` prints them all.  Each is first compared with the product in fp32
 (one rounding, or twice as far as cuBLAS is), then timed: cuBLAS and the product in turn, `--rounds` times, each time
 so many calls that the GPU works for some milliseconds, handed out before it begins; medians, and the range of the ratio
-over the rounds.  Factors alternate between copies that together outgrow the L2 cache.  Weights are [N K], as in a layer.
+over the rounds.  Factors alternate between copies that together outgrow the L2 cache.  Weights are [N K], as in layers.
 
 `--search` times a short list of tiles instead of the default one and names the quickest; the list of winners by shape
 class is what `default_tile` and the tuned tables start from.  FILE.md keeps one line a row: later calls replace the

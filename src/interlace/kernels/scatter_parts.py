@@ -38,7 +38,6 @@ from interlace.kernels.tile import (
     store_part,
     widens,
 )
-from interlace.kernels.tile import programs as places
 from interlace.layout import split
 from interlace.plan.overlap import MOST_CHUNKS, whole_parts
 from interlace.symmetric.device import admit_descriptors, my_rank, wait_until
@@ -285,7 +284,7 @@ def persistent(
     piece = (tile.block_m, tile.block_n // halves(tile))
     c, received = operand(out_nN, piece, ROWS), operand(here, piece, ROWS)
     tiles = triton.cdiv(stop - start, tile.block_m) * triton.cdiv(N, tile.block_n)
-    kernel: Any = _add_own[(places(x_MK.device, tiles),)]
+    kernel: Any = _add_own[(turn.space.places(tiles),)]
     kernel(
         a.argument, b.argument, c.argument, bias_N, out_nN, here, received.argument, turn.words("arrived"),
         turn.number, stop - start, N, K, parts.count,
