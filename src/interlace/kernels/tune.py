@@ -75,8 +75,7 @@ def lookup(problem: Problem, device: torch.device, policy: str = "auto") -> tupl
     """The name of the candidate to run, and its options.
 
     policy: "auto" takes a fused one where the device's table, or shapes near by in it, say that it wins; "fused" the
-    best that is not "plain", by the model where nothing is measured; "plain" and "off" are "plain".  Those whose
-    kernels wait for peers are taken for measured shapes alone, if there are others.
+    best that is not "plain", by the model where nothing is measured; "plain" and "off" are "plain".
     """
     choice = _choice(problem, device, policy)
     return choice.name, choice.options
@@ -125,8 +124,6 @@ def choose_from(table: Table, problem: Problem, device: torch.device, policy: st
     known = {name: seconds[name] for name in names if name in seconds}
     if policy == "fused":
         known.pop(PLAIN, None)
-    if source == "model":  # what waits inside a kernel has been 10 times off it (docs/notes/0017-host-time.md)
-        known = _without_waits(known, problem.op) or (known if policy == "fused" else {})
     name = quickest(known, problem.op) if known else (others[0] if policy == "fused" else PLAIN)
     options = next((entry.options_of(name) for _, entry in near if name in entry.seconds), Options())
     return Choice(name, source, options, seconds)
