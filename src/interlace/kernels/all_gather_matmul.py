@@ -37,6 +37,7 @@ from interlace.kernels.tile import (
     is_interpreted,
     load_bias,
     multiply,
+    onward,
     operand,
     place,
     store_rows,
@@ -206,7 +207,7 @@ def _persistent(
             total += load_bias(bias, column, N, BN)
         own = out + first.to(tl.int64) * out_row
         store_tile(own_c, own, total, row, rows, column, N, out_row, out_column, C, BM, BN, PARTS)
-    at = _next(at, blocks * columns, programs)
+    at = onward(at, blocks * columns, programs)
 
     # Chunk by chunk in the order of arrival.
     for slot in range(0, (ranks - 1) * chunks):
@@ -232,7 +233,7 @@ def _persistent(
             store_tile(c, out, total, first + row, first + rows, column, N, out_row, out_column, C, BM, BN, PARTS)
         if C == _ROWS:
             # The last, short block row: descriptors would store into the next chunk's rows.
-            for tile in range(_next(at, full * columns, programs) + full * columns, tiles, programs):
+            for tile in range(onward(at, full * columns, programs) + full * columns, tiles, programs):
                 row, column = full * BM, (tile - full * columns) * BN
                 total = multiply(
                     slots, b, top + row, top + rows, column, N, K, slot_row, 1, b_row, b_column, A, B, BM, BN, BK, WIDE
@@ -241,13 +242,7 @@ def _persistent(
                     total += load_bias(bias, column, N, BN)
                 rounded = total.to(out.dtype.element_ty)
                 store_rows(left, rounded, row, rows, column, N, out_row, out_column, BM, BN)
-        at = _next(at, tiles, programs)
-
-
-@triton.jit
-def _next(at, tiles, programs):
-    """A program's first tile of the following piece, when it took at, at + programs, ... of `tiles` tiles."""
-    return at + tl.cdiv(tl.maximum(tiles - at, 0), programs) * programs - tiles
+        at = onward(at, tiles, programs)
 
 
 def _launch(arrival: Arrival, weight_NK: Tensor, bias_N: Tensor | None, out_MN: Tensor, tile: Tile | None) -> None:

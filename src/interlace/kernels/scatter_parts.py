@@ -33,6 +33,7 @@ from interlace.kernels.tile import (
     default_tile,
     load_bias,
     multiply,
+    onward,
     operand,
     place,
     store_part,
@@ -232,7 +233,7 @@ def _add_own(
                 if BIAS:
                     total += load_bias(bias, left, N, WIDTH)
                 store_part(c, out, total, row, n, left, N, out_row, out_column, C, BM, WIDTH)
-        at += tl.cdiv(tl.maximum(tiles - at, 0), programs) * programs - tiles
+        at = onward(at, tiles, programs)
 
 
 @triton.jit

@@ -62,6 +62,12 @@ def place(tile, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def onward(at, tiles, programs):
+    """A program's first tile of the following piece, when it took at, at + programs, ... of `tiles` tiles."""
+    return at + tl.cdiv(tl.maximum(tiles - at, 0), programs) * programs - tiles
+
+
+@triton.jit
 def load_factor(x, row, last, start, K, x_row, x_column, HOW: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr):
     """[BLOCK BK] of x [.. K] from row `row`, column `start` on; 0 from row `last` and column K on (with pointers)."""
     if HOW == _ROWS:
