@@ -32,20 +32,16 @@ def several(world: World, checks: dict[str, dict[str, Any]]) -> list[Any]:
     return scatter_calls.several(world, checks)
 
 
-def on_a_share(heap: SymmetricHeap) -> int:
-    """A rank that shares its GPU: every candidate, small and large.
+def on_a_share(heap: SymmetricHeap, op: str, name: str) -> int:
+    """A rank that shares its GPU: a candidate, small and large.
 
     The first pass is there to load every kernel; its numbers may be wrong.
     """
     group = Group("tp", tuple(range(heap.size)), heap.rank, heap.device, Meter(record=False))
-    compare, done = close if not heap.fabric.loading else lambda *found: None, 0
+    compare = close if not heap.fabric.loading else lambda *found: None
     with workspace.on(heap, group):
-        for op, names in WAYS.items():
-            for name in names:
-                if name != "chained" or group.size == 2:
-                    done += check(group, op, name, compare)
-                    done += large(group, op, name, compare) if group.size == 2 else 0
-    return done
+        done = check(group, op, name, compare)
+        return done + (large(group, op, name, compare) if group.size == 2 else 0)
 
 
 def values(world: World) -> int:
