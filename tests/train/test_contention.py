@@ -24,20 +24,29 @@ def test_what_a_step_computed_longer_than_a_serial_one() -> None:
     assert not any(Contention(0).is_serial(step) for step in range(400))
 
 
+PLANS = {
+    2: ["dp=2 zero=3", "tp=2", "cp=2 exchange=ring", "cp=2 exchange=ulysses zero=2 micro_batches=2", "dp=2 ep=2"],
+    4: ["dp=4 shard=2 zero=3", "dp=2 tp=2 zero=3"],
+}
+EXPERTS = ["model.num_experts=4", "model.expert_ffn_size=12"]
+
+
 @pytest.mark.ranks
-def test_serial_steps_change_no_number(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_serial_steps_change_no_number(run_ranks: Callable[..., list[Any]], tmp_path: Path, ranks: int) -> None:
+    """Every axis, with transfers that are asked for early, late and in halves."""
     words = ["train.steps=9", "model.num_layers=2"]
-    plans = ["dp=2 zero=3", "tp=2"]
-    every = [[], ["run.contention_every=2"]]
     jobs = [
-        runs.config(tmp_path, plan, [*words, *more], out=f"{plan[:2]}-{len(more)}") for plan in plans for more in every
+        runs.config(tmp_path, plan, [*words, *more, *(EXPERTS if "ep=" in plan else [])], out=f"{number}-{len(more)}")
+        for number, plan in enumerate(PLANS[ranks])
+        for more in ([], ["run.contention_every=2"])
     ]
-    for counts in run_ranks("rank_functions_train:serial_steps", 2, {"configs": [job.to_toml() for job in jobs]}):
-        assert counts[0] > 0, "step 6 is serial with every 100 too"
-        assert (counts[1], counts[3]) == (2 * counts[0], 2 * counts[2])
-    for first in (0, 2):
-        assert runs.losses(jobs[first]) == runs.losses(jobs[first + 1])
-    rows = runs.metrics(jobs[1])
-    told = [row["step"] for row in rows if "contention" in row]
-    assert told == [7, 9], "not of serial steps, nor before the first"
-    assert all(row["contention"] >= 0 for row in rows if "contention" in row)
+    for counts in run_ranks("rank_functions_train:serial_steps", ranks, {"configs": [job.to_toml() for job in jobs]}):
+        rare, often = counts[::2], counts[1::2]
+        assert min(rare) > 0, "step 6 is serial with every 100 too"
+        assert often == [2 * count for count in rare]
+    for rare, often in zip(jobs[::2], jobs[1::2], strict=True):
+        assert runs.losses(rare) == runs.losses(often), rare.plan
+        told = [row["step"] for row in runs.metrics(often) if "contention" in row]
+        assert told == [7, 9], "not of serial steps, nor before the first"
+        assert all(row.get("contention", 0.0) >= 0 for row in runs.metrics(often))
