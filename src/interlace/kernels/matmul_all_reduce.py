@@ -64,7 +64,8 @@ def _one_shot(
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WORLD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A place for every rank, this one among them."""
+    """A place for every rank, this one among them.  A program adds up the tiles that it has made, so that only others
+    have to be told of them; when it has taken several shares, each says which came before."""
     epoch = next_epoch(epochs)
     enter(entered, epoch, heap, WORLD)
     me, programs = my_rank(heap), tl.num_programs(0)
@@ -72,6 +73,8 @@ def _one_shot(
     mine = half + me.to(tl.int64) * region
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
     counters = begin(claims, epoch)
+    before = claims + 4
+    last = -1
     taken = claim(counters)
     while taken < programs:
         for tile in tl.range(taken, rows * columns, programs):
@@ -80,24 +83,30 @@ def _one_shot(
             made = multiply(a, b, row, M, column, N, K, a_row, a_column, b_row, b_column, A, B, BM, BN, BK, WIDE)
             at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
             rounded = made.to(slots.dtype.element_ty)
-            for step in tl.static_range(1, WORLD + 1):
+            for step in tl.static_range(1, WORLD):
                 tl.store(remote(mine, (me + step) % WORLD, heap) + at, rounded, mask=kept)
-            for step in range(1, WORLD + 1):  # to itself too: another program may add the tile up
+            for step in range(1, WORLD):
                 signal(arrived + me * words + tile, epoch, (me + step) % WORLD, heap)
+            tl.store(mine + at, rounded, mask=kept)
+        tl.store(before + taken, last)
+        last = taken
         taken = claim(counters)
-    for tile in tl.range(tl.program_id(0), rows * columns, programs):
-        down, across = place(tile, rows, columns, GROUP)
-        row, column = down * BM, across * BN
-        for step in range(0, WORLD):
-            peer = (me + WORLD - step) % WORLD
-            wait_until(arrived + peer * words + tile, epoch, peer, heap, "one_shot_ar")
-        at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
-        total = tl.load(half + at, mask=kept, other=0.0).to(tl.float32)
-        for rank in tl.static_range(1, WORLD):
-            total += tl.load(half + tl.cast(rank, tl.int64) * region + at, mask=kept, other=0.0).to(tl.float32)
-        if BIAS:
-            total += load_bias(bias, column, N, BN)
-        store_part(c, out, total, row, M, column, N, out_row, out_column, C, BM, BN)
+    tl.debug_barrier()  # what this program's threads have stored for itself
+    while last >= 0:
+        for tile in tl.range(last, rows * columns, programs):
+            down, across = place(tile, rows, columns, GROUP)
+            row, column = down * BM, across * BN
+            for step in range(1, WORLD):
+                peer = (me + WORLD - step) % WORLD
+                wait_until(arrived + peer * words + tile, epoch, peer, heap, "one_shot_ar")
+            at, kept = elements(tile, row, M, column, N, 0, BN, BM, BN)
+            total = tl.load(half + at, mask=kept, other=0.0).to(tl.float32)
+            for rank in tl.static_range(1, WORLD):
+                total += tl.load(half + tl.cast(rank, tl.int64) * region + at, mask=kept, other=0.0).to(tl.float32)
+            if BIAS:
+                total += load_bias(bias, column, N, BN)
+            store_part(c, out, total, row, M, column, N, out_row, out_column, C, BM, BN)
+        last = tl.load(before + last)
     leave(entered, epoch, heap, WORLD, "one_shot_ar")
 
 

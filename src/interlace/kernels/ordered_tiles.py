@@ -268,7 +268,8 @@ class Places:
 
 @dataclass(frozen=True)
 class Room:
-    """What an operation's kernels share.  entered: a word a rank; epochs: a word a program; claims: counters.
+    """What an operation's kernels share.  entered: a word a rank; epochs: a word a program; claims: four
+    counters, and a word a share.
 
     programs: of every launch, since each counts its calls: one a multiprocessor.
     """
@@ -296,7 +297,7 @@ def make_room(group: Group, op: str, tile: Tile, needs: Mapping[str, Need]) -> R
         slots, arrived = space.tensors[name].local.view(need.wire), space.tensors[f"{name} arrived"].local
         buffers[name] = Places(slots, arrived, len(slots) // need.calls, need.tiles * size, len(arrived) // group.size)
     entered, epochs = space.tensors["entered"].local, space.tensors["epochs"].local
-    claims = space.buffer("claims", None, (4,), torch.int32)
+    claims = space.buffer("claims", None, (4 + most,), torch.int32)
     sharing = space.heap.fabric.sharing
     programs = most if sharing == 1 else most // (2 * sharing)  # ranks on one device, and copies between them
     return Room(buffers, entered, epochs, claims, space.heap.context, programs)

@@ -38,7 +38,7 @@ SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one ch
 ALIGNMENT = 256  # bytes, of each buffer
 WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
 MOST_CHUNKS = 8  # of one rank's rows, in a scatter
-CLAIMS = 16  # bytes of the counters of taken shares
+CLAIMS = 16  # bytes of the counters of taken shares; a word a share lies behind them
 RESERVE = 1024  # bytes that the head of an arena, a buffer or a set of words may cost beside its own
 UNIT = 1 << 21  # bytes; arenas are multiples
 LARGER = 1.5  # times what was there, at least, when memory grows
@@ -239,7 +239,7 @@ def tile_places(places: Mapping[str, tuple[int, int, int]], ways: int, programs:
     """Tiles that arrive: by name bytes of all tiles from one sender for one call, and how many; senders times calls."""
     buffers = {name: nbytes * times for name, (nbytes, _, times) in places.items()}
     words = {f"{name} arrived": ways * tiles for name, (_, tiles, _) in places.items()}
-    return buffers | {"claims": CLAIMS}, words | {"entered": ways, "epochs": programs}
+    return buffers | {"claims": CLAIMS + 4 * programs}, words | {"entered": ways, "epochs": programs}
 
 
 def needs(product: Product, way: Way, itemsize: int, ways: int, programs: int) -> tuple[str, Needs] | None:
