@@ -70,6 +70,13 @@ def row_bias(world: World) -> None:
         close(down.weight.grad, plain.down.weight.grad[:, a:b], "gradient of the weight")
 
 
+class Padded(nn.Sequential):
+    """A row of padding, on the second of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(11, 4, padding_idx=9), nn.Linear(4, 3))
+
+
 def own_modules(world: World) -> dict[str, str]:
     """Modules split by tables of roles against themselves, whole; and what is said to wrong tables."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -79,6 +86,7 @@ def own_modules(world: World) -> dict[str, str]:
         "latent": (lambda: latent_net(latent), latent.ROLES, seeded(2, 7, 32)),
         "biased": (Biased, mlp, seeded(4, 5)),
         "shared input": (Gated, {"[ab]": Role.COLUMN, "down": Role.ROW}, seeded(3, 5)),
+        "padding": (Padded, {"0": Role.VOCAB}, torch.tensor([[1, 5, 9, 0, 5], [9, 2, 1, 5, 9]])),
         "vocabulary": (Words, {"words": Role.VOCAB, "head": Role.VOCAB}, torch.arange(13).view(1, 13) * 5 % 13),
     }
     for name, (make, roles, x) in cases.items():
