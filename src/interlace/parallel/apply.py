@@ -94,6 +94,11 @@ def _check(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, DataParallel):
             raise ConfigError(f"{name or 'the module'} is wrapped already; wrap the whole module once.")
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the module'} has max_norm={inner.max_norm:g}, with which each rank would change rows of "
+                "its own tokens alone; take it off, and scale rows after the optimizer's step, or not at all."
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
