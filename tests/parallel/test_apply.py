@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,6 +59,24 @@ def test_frozen_before_and_after(zero: int) -> None:
     model.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"0\.weight was frozen when its module was wrapped"):
         model(x)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_an_optimizer_of_the_modules_own_parameters_is_refused() -> None:
+    """Made before or after: its parameters have no gradients, and it would train nothing without a word."""
+    module, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    before = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = interlace.parallelize(module)
+    mixed = torch.optim.AdamW([*other.parameters(), *module.parameters()])
+    model(torch.ones(1, 3)).sum().backward()
+    for optimizer in (before, mixed):
+        with pytest.raises(ConfigError, match=r"holds weight of the module itself.*of what parallelize returned"):
+            optimizer.step()
+    right = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    right.step()
+    del model, right
+    gc.collect()
+    before.step()  # nobody watches any more
 
 
 @pytest.mark.usefixtures("_alone")
