@@ -70,6 +70,13 @@ def row_bias(world: World) -> None:
         close(down.weight.grad, plain.down.weight.grad[:, a:b], "gradient of the weight")
 
 
+class Padded(nn.Sequential):
+    """A row of padding, on the second of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(11, 4, padding_idx=9), nn.Linear(4, 3))
+
+
 def own_modules(world: World) -> dict[str, str]:
     """Modules split by tables of roles against themselves, whole; and what is said to wrong tables."""
     sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -79,6 +86,7 @@ def own_modules(world: World) -> dict[str, str]:
         "latent": (lambda: latent_net(latent), latent.ROLES, seeded(2, 7, 32)),
         "biased": (Biased, mlp, seeded(4, 5)),
         "shared input": (Gated, {"[ab]": Role.COLUMN, "down": Role.ROW}, seeded(3, 5)),
+        "padding": (Padded, {"0": Role.VOCAB}, torch.tensor([[1, 5, 9, 0, 5], [9, 2, 1, 5, 9]])),
         "vocabulary": (Words, {"words": Role.VOCAB, "head": Role.VOCAB}, torch.arange(13).view(1, 13) * 5 % 13),
     }
     for name, (make, roles, x) in cases.items():
@@ -140,6 +148,8 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("nothing", lambda: split_own(Biased, {}))
     attempt("name", lambda: split_own(Biased, {"upp": Role.COLUMN}))
     attempt("dropout", lambda: split_own(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), {"0": Role.COLUMN}))
+    for name, make in OWN_WAYS.items():
+        attempt(name, lambda make=make: split_own(make, {"0": Role.VOCAB}))  # type: ignore[misc]
     attempt("no row", lambda: split_own(Gated, {"[ab]": Role.COLUMN})(seeded(3, 5).float()))
     attempt("no column", lambda: split_own(Gated, {"down": Role.ROW})(seeded(3, 5).float()))
     attempt("one of two", lambda: split_own(Gated, {"a": Role.COLUMN, "down": Role.ROW})(seeded(3, 5).float()))
@@ -151,6 +161,26 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("a square", lambda: split_own(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), three)(x56()))
     attempt("another fault", lambda: other_fault(split_own(Gated, {"[ab]": Role.COLUMN, "down": Role.ROW})))
     return said
+
+
+class ScaledWords(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 3
+
+
+def hooked() -> nn.Module:
+    linear = nn.Linear(4, 6)
+    linear.register_forward_hook(lambda module, args, output: output * 2)
+    return linear
+
+
+OWN_WAYS: dict[str, Callable[[], nn.Module]] = {
+    "own forward": lambda: nn.Sequential(ScaledWords(6, 4)),
+    "hooks": lambda: nn.Sequential(hooked()),
+    "parametrized": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))),
+    "by frequency": lambda: nn.Sequential(nn.Embedding(6, 4, scale_grad_by_freq=True)),
+    "max norm": lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=1.0)),
+}
 
 
 def x56() -> Tensor:

@@ -364,6 +364,12 @@ def test_arguments_are_checked() -> None:
     assert interlace.explore is explore
 
 
+def test_a_launch_that_touches_nothing_proves_nothing() -> None:
+    for explored in (lambda: explore(lambda heap: None, schedules=3), lambda: explore_all(lambda heap: None)):
+        with pytest.raises(ConfigError, match=r"touched no memory in .* schedules, so nothing was checked"):
+            explored()
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

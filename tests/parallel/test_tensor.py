@@ -112,6 +112,11 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
         assert "roles names nothing to split" in said["nothing"]
         assert said["name"].endswith('of that name; did you mean "up"?')
         assert "1 drops with p=0.1" in said["dropout"]
+        assert "is a ScaledWords with a forward of its own" in said["own forward"]
+        assert "0 VOCAB, but it has hooks" in said["hooks"]
+        assert "computes its weight from others" in said["parametrized"]
+        assert "(scale_grad_by_freq)" in said["by frequency"]
+        assert "max_norm=1, with which each rank" in said["max norm"]
         assert said.pop("a square") == said.pop("another fault") == "nothing"
         assert "nothing" not in said.values()
         here = 4 - rank  # of two products that belong together both are named

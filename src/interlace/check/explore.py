@@ -294,9 +294,20 @@ def explore(
     ]
     spent = time.process_time() - begin
     called = name or getattr(launch, "__name__", "launch")
+    if not found and not late:
+        _refuse_nothing(explorer, called)
     return Verdict(
         called, sizes, explorer.schedules, explorer.events, spent, tuple(found), tuple(notes), tuple(explored)
     )
+
+
+def _refuse_nothing(explorer: Explorer, called: str) -> None:
+    """No report of nothing would read as a proof."""
+    if not explorer.events:
+        raise ConfigError(
+            f"{called} touched no memory in {explorer.schedules} schedules, so nothing was checked; launch the kernel "
+            "inside it, as in kernel[(1,)](...), on every rank."
+        )
 
 
 def _settings(
@@ -375,6 +386,8 @@ def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int 
             if report is not None:
                 found.append(report)
                 break
+    if not found:
+        _refuse_nothing(explorer, getattr(launch, "__name__", "launch"))
     what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
     return Verdict(
         getattr(launch, "__name__", "launch"), (2,), explorer.schedules, explorer.events, time.process_time() - begin,

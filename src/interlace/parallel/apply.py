@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.collectives import Meter, make_groups
 from interlace.errors import ConfigError, PlanError, nearest
@@ -55,7 +58,8 @@ def parallelize(
 
     Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
     mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
-    divide by tp; `ConfigError` for a role of an unknown parameter, and what `DataParallel` refuses.
+    divide by tp; `ConfigError` for a role of an unknown parameter, what `DataParallel` refuses, and, when it steps, an
+    optimizer of the module's own parameters.
     """
     _check(module)
     found = resolve(module, roles or {})
@@ -75,7 +79,7 @@ def parallelize(
             raise ConfigError(f"the mesh {mesh} splits over tp, but roles names nothing to split; see parallel.roles.")
         axis = Axis(groups["tp"], sequence=False)
         parts = split_module(module, found, axis, holding(groups, "tp", timeout))
-    return DataParallel(
+    model = DataParallel(
         module,
         groups["dp"],
         zero=zero,
@@ -88,12 +92,34 @@ def parallelize(
         parts=parts,
         tensor=groups.by_axis.get("tp"),
     )
+    _watch_optimizers(model)
+    return model
+
+
+def _watch_optimizers(model: DataParallel) -> None:
+    """Refuses the step of an optimizer of the module's own parameters, which have no gradients: it would do nothing."""
+    own = {id(parameter): name for name, parameter in model.module.named_parameters()}
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if name := own.get(id(parameter)):
+                raise ConfigError(
+                    f"the optimizer holds {name} of the module itself, which gets no gradient; make it of the "
+                    "parameters() of what parallelize returned."
+                )
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
 
 
 def _check(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if isinstance(inner, DataParallel):
             raise ConfigError(f"{name or 'the module'} is wrapped already; wrap the whole module once.")
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.max_norm is not None:
+            raise ConfigError(
+                f"{name or 'the module'} has max_norm={inner.max_norm:g}, with which each rank would change rows of "
+                "its own tokens alone; take it off, and scale rows after the optimizer's step, or not at all."
+            )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")

@@ -354,6 +354,17 @@ class DataParallel(nn.Module):
                 )
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
+        """Of the module's parameters.  Those frozen now get zeros as gradients, and no update without weight decay."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of `copy`, `deepcopy` and `torch.save`: a refusal, as hooks and memory are this object's."""
+        raise ConfigError(
+            "a wrapped module cannot be copied or pickled; take its state_dict(), or copy it before parallelize."
+        )
+
     def resident_tensors(self) -> dict[str, list[torch.Tensor]]:
         """What this rank keeps between steps: main weights, copies that compute, gradients."""
         return {
@@ -525,6 +536,7 @@ class DataParallel(nn.Module):
             self._adding = False
             self._rest()
         self._drop_stale()
+        self._refuse_thawed()
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
             for flat in self._trainable:
                 flat.release()
@@ -535,6 +547,16 @@ class DataParallel(nn.Module):
         self._gather_through(self.ahead - 1)
         for flat in self.root.flats:
             flat.show()
+
+    def _refuse_thawed(self) -> None:
+        """Frozen parameters have neither main weights nor gradients: what was thawed since would not be trained."""
+        for flat in self.flats:
+            for member in [] if flat.trainable else flat.members:
+                if member.parameter.requires_grad:
+                    raise ConfigError(
+                        f"{member.name} was frozen when its module was wrapped and is not now; freeze it again, or let "
+                        "it require gradients before parallelize and freeze it after."
+                    )
 
     def _drop_stale(self) -> None:
         """Forgets gathered weights that an optimizer may have changed since.

@@ -37,6 +37,7 @@ from interlace.plan.tensor import slicing
 from interlace.spec import Role
 
 Roles = Mapping[str, Role | tuple[Role, int]]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 KINDS = {Role.COLUMN: (nn.Linear,), Role.ROW: (nn.Linear,), Role.VOCAB: (nn.Embedding, nn.Linear)}
 
 
@@ -117,6 +118,11 @@ def _check(
                 f"roles makes {name} {role.name}, but it is a {type(modules[name]).__name__}; "
                 f"give that role to {wanted}."
             )
+        if kinds is not None and (own := _own_ways(modules[name])):
+            raise ConfigError(
+                f"roles makes {name} {role.name}, but it {own}, which its split form would not do; leave its role out, "
+                "or do that outside of it."
+            )
     for name, (role, _) in roles.items():
         if role is Role.EXPERT or (name not in modules and role in (*KINDS, Role.SPLIT)):
             raise ConfigError(
@@ -135,6 +141,20 @@ def _check(
                 f"{name} drops with p={inner.p:g}, and its masks would differ between ranks that hold the same; set it "
                 "to 0, or train without tp."
             )
+
+
+def _own_ways(module: Any) -> str:
+    """What a linear or embedding does beyond its kind, and its replacement would leave out; "" for none."""
+    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+    if "parametrizations" in module._modules:
+        return "computes its weight from others (parametrizations)"
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        return f"is a {type(module).__name__} with a forward of its own"
+    if any(getattr(module, name) for name in HOOKS):
+        return "has hooks"
+    if kind is nn.Embedding and module.scale_grad_by_freq:
+        return "scales gradients by frequency (scale_grad_by_freq)"
+    return ""
 
 
 class CopyOnce:

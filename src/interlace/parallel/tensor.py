@@ -182,11 +182,13 @@ class VocabularyEmbedding(nn.Module):
         self.weight = embedding.weight
         self.axis = axis
         self.bound = part.bound
+        pad = embedding.padding_idx  # a row that takes no gradient
+        self.pad = None if pad is None or not part.bound[0] <= pad < part.bound[1] else pad - part.bound[0]
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         first, end = self.bound
         elsewhere = (tokens_BT < first) | (tokens_BT >= end)
-        x_BTD = F.embedding((tokens_BT - first).masked_fill(elsewhere, 0), self.weight)
+        x_BTD = F.embedding((tokens_BT - first).masked_fill(elsewhere, 0), self.weight, self.pad)
         x_BTD = x_BTD.masked_fill(elsewhere[..., None], 0.0)
         made: Tensor = _added_up(x_BTD, self.axis)
         return made
