@@ -155,12 +155,26 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("one of two", lambda: split_own(Gated, {"a": Role.COLUMN, "down": Role.ROW})(seeded(3, 5).float()))
     attempt("two columns", lambda: split_own(Biased, {"up": Role.COLUMN, "down": Role.COLUMN})(seeded(3, 5).float()))
     attempt("heads", lambda: split_own(Headed, {"q": (Role.COLUMN, 3), "out": (Role.ROW, 3)})(seeded(2, 5, 8).float()))
+    attempt("whole to row", lambda: split_own(Gated, {"a": Role.ROW})(seeded(3, 5).float()))
+    for name, way in {"leaves": lambda x: x, "leaves as a view": lambda x: {"logits": x.flatten()}}.items():
+        attempt(name, lambda way=way: split_own(lambda: Ending(way), {"head": Role.COLUMN})(seeded(3, 5).float()))  # type: ignore[misc]
     cut = {"[qkv]": (Role.COLUMN, 3), "out": Role.ROW}
     attempt("cuts", lambda: split_own(Headed, cut)(seeded(2, 5, 8).float()))
     three = {"0": Role.COLUMN, "1": Role.ROW}
     attempt("a square", lambda: split_own(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), three)(x56()))
     attempt("another fault", lambda: other_fault(split_own(Gated, {"[ab]": Role.COLUMN, "down": Role.ROW})))
     return said
+
+
+class Ending(nn.Module):
+    """A product whose output leaves, in some way."""
+
+    def __init__(self, way: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.head, self.way = nn.Linear(5, 7), way
+
+    def forward(self, x: Tensor) -> Any:
+        return self.way(self.head(x))
 
 
 class ScaledWords(nn.Embedding):

@@ -132,6 +132,14 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
             f"ConfigError: roles makes a COLUMN, whose {here} of 7 features on this rank meet all 7 of b, which has no "
             "role; give b the role COLUMN too."
         )
+        assert said["whole to row"].endswith(
+            "of 5 features on this rank, and it is given all of them; give a no role, or feed it from a COLUMN product."
+        )
+        leaves = (
+            f"ConfigError: roles makes head COLUMN, whose {here} of 7 features on this rank leave the module; give head "
+            "no role, or VOCAB, which gathers them."
+        )
+        assert said["leaves"] == said["leaves as a view"] == leaves
         assert said["two columns"].endswith("go to down, which is COLUMN and takes 8; make down ROW.")
         assert "all 9" in said["heads"]  # of the second rank one head meets three, and nothing happens until out
         assert "give v the role COLUMN" in said["heads"]

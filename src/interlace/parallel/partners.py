@@ -9,11 +9,13 @@ the module has run once, `Watch` looks at what its products are given and make, 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from interlace.errors import ConfigError
 from interlace.parallel.part import Part
@@ -50,13 +52,15 @@ def _cuts(bounds: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that has run: its features here, and all of them.  role: None for one that stays whole."""
+    """A product that has run: its features here, and all of them.  role: None for one that stays whole; made: a COLUMN
+    product's output, while it lives."""
 
     name: str
     role: Role | None
     here: int
     features: int
     chunk: int
+    made: weakref.ref[Tensor] | None = None
 
 
 class Watch:
@@ -85,10 +89,22 @@ class Watch:
             if told is None:
                 raise
             raise told from None
+        self._refuse_slices(made)
         for hook in self._hooks:
             hook.remove()
         del self._module.forward
         return made
+
+    def _refuse_slices(self, made: Any) -> None:
+        """`ConfigError` where what a COLUMN product makes leaves the module: it would be taken for the whole."""
+        leaving = [part for leaf in tree_leaves(made) if isinstance(leaf, Tensor) for part in (leaf, leaf._base)]
+        for product in self.ran:
+            output = None if product.made is None else product.made()
+            if output is not None and any(output is part for part in leaving) and product.here != product.features:
+                raise ConfigError(
+                    f"roles makes {product.name} COLUMN, whose {product.here} of {product.features} features on this "
+                    f"rank leave the module; give {product.name} no role, or VOCAB, which gathers them."
+                )
 
     def _before(self, name: str, role: Role | None, part: Part) -> Any:
         whole = part.shape[1]
@@ -104,6 +120,11 @@ class Watch:
                     f"roles makes {name} ROW, so that it takes {takes} of {whole} features on this rank, and "
                     f"{source.name} gives it all {given}; give {source.name} the role COLUMN."
                 )
+            if role is Role.ROW and source is None and given == whole:
+                raise ConfigError(
+                    f"roles makes {name} ROW, so that it takes {takes} of {whole} features on this rank, and it is "
+                    f"given all of them; give {name} no role, or feed it from a COLUMN product."
+                )
             if source is not None and source.role is Role.COLUMN:
                 own = "which has no role" if role is None else f"which is {role.name}"
                 wanted = "give both as many rows that stay together" if role is Role.ROW else f"make {name} ROW"
@@ -117,7 +138,8 @@ class Watch:
     def _behind(self, name: str, role: Role | None, part: Part, chunk: int) -> Any:
         def note(module: Any, args: Any, made: Any) -> None:
             if isinstance(made, Tensor):
-                self.ran.append(_Product(name, role, made.shape[-1], part.shape[0], chunk))
+                kept = weakref.ref(made) if role is Role.COLUMN else None
+                self.ran.append(_Product(name, role, made.shape[-1], part.shape[0], chunk, kept))
 
         return note
 
