@@ -120,6 +120,13 @@ def two_gpus(function: str, argument: dict[str, Any] | None = None) -> list[Any]
 
 
 @pytest.mark.gpu2
+def test_many_experts_many_times_on_two_gpus() -> None:
+    """Tiles that look for their rows while they arrive: warps of a program may not see different flags."""
+    argument = {"owners": [32, 32], "k": 8, "D": 512, "F": 256, "counts": [[2048, 2048]] * 10}
+    assert two_gpus("against_one_process", argument) == [[str(number) for number in range(10)]] * 2
+
+
+@pytest.mark.gpu2
 def test_on_two_gpus_in_single_precision() -> None:
     argument = {"owners": [3, 2], "k": 2, "D": 264, "F": 136, "counts": [[300, 0], [257, 511], [64, 1]]}
     assert two_gpus("against_one_process", argument) == [["0", "1", "2"]] * 2

@@ -136,8 +136,8 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
             "of 5 features on this rank, and it is given all of them; give a no role, or feed it from a COLUMN product."
         )
         leaves = (
-            f"ConfigError: roles makes head COLUMN, whose {here} of 7 features on this rank leave the module; give head "
-            "no role, or VOCAB, which gathers them."
+            f"ConfigError: roles makes head COLUMN, whose {here} of 7 features on this rank leave the module; give "
+            "head no role, or VOCAB, which gathers them."
         )
         assert said["leaves"] == said["leaves as a view"] == leaves
         assert said["two columns"].endswith("go to down, which is COLUMN and takes 8; make down ROW.")
