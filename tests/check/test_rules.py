@@ -441,6 +441,8 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
     assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
     assert f"{path}:7: tl.store(out, tl.load(mine))" in done.stdout
     assert "not seen:" in done.stdout
+    every = CliRunner().invoke(app, ["check", f"{path}:launch", "--exhaustive", "--schedules", "5"])
+    assert (every.exit_code, every.stdout.startswith("mine.py:launch: 1 reports")) == (5, True)
     fine = CliRunner().invoke(app, ["check", f"{FOLDER / 'ring_shift.py'}:launch", "--ranks", "2", "--schedules", "2"])
     assert (fine.exit_code, "0 reports" in fine.stdout) == (0, True)
     for words, said in (

@@ -374,7 +374,9 @@ def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list
     return []
 
 
-def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True) -> Verdict:
+def explore_all(
+    launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True, name: str = ""
+) -> Verdict:
     """All schedules of 2 ranks with at most so many preemptions, up to a number; for launches of 2 x 2 programs."""
     explorer = Explorer(launch, barriers=barriers)
     begin = time.process_time()
@@ -391,10 +393,8 @@ def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int 
                 found.append(report)
                 break
     what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
-    return Verdict(
-        getattr(launch, "__name__", "launch"), (2,), explorer.schedules, explorer.events, time.process_time() - begin,
-        tuple(found), (), (what,),
-    )  # fmt: skip
+    called, spent = name or getattr(launch, "__name__", "launch"), time.process_time() - begin
+    return Verdict(called, (2,), explorer.schedules, explorer.events, spent, tuple(found), (), (what,))
 
 
 def load(target: str) -> tuple[Launch, str]:

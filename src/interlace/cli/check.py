@@ -43,7 +43,7 @@ def check(
             raise errors.ConfigError(f"--exhaustive runs 2 ranks without {unused[0]}; leave one of the two out.")
         launch, name = checker.load(target)
         if exhaustive:
-            verdict = checker.explore_all(launch, most_schedules=schedules, barriers=not loose)
+            verdict = checker.explore_all(launch, most_schedules=schedules, barriers=not loose, name=name)
         else:
             verdict = checker.explore(
                 launch,
