@@ -326,6 +326,7 @@ def test_plan_fills_the_world_and_prints_what_is_not_default() -> None:
     [
         ("zero=5", "zero must be one of 0, 1, 2, 3, found 5 (integer); nearest is 3"),
         ("dp=0", "dp must be an integer of at least 1, found 0 (integer)"),
+        ("dp=2,tp=2", 'the parallel plan "dp=2,tp=2" has no space before each key'),
         ("dp=two", 'dp must be an integer of at least 1, found "two" (string)'),
         ("dp", 'dp has no value in the parallel plan "dp": write dp=VALUE'),
         ("dp=2 dp=2", 'dp is given twice in the parallel plan "dp=2 dp=2"'),

@@ -188,6 +188,15 @@ def test_a_broken_environment_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match="rank 2 does not exist in a world of 2"):
         launch.under_launcher()
+    monkeypatch.setenv("RANK", "1")
+    for local_rank, local_size in ((3, 2), (2, 2), (-1, 2), (0, 3)):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+        with pytest.raises(ConfigError, match=f"rank {local_rank} of {local_size} on this machine.*check LOCAL_RANK"):
+            launch.under_launcher()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launch.under_launcher()
 
 
 def test_status_is_read_as_written(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ class ParallelPlan(Section):
         hints = rules(cls)
         for word in text.split():
             key, equals, value = word.partition("=")
+            if any(f"{mark}{other}=" in value for mark in ",;" for other in hints):
+                raise PlanError(f'the parallel plan "{text}" has no space before each key: write "key=value key=value"')
             if key not in hints:
                 raise unknown("key", key, list(hints), f'the parallel plan "{text}"', PlanError)
             if not equals or not value:

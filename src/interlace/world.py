@@ -203,6 +203,11 @@ def find_place() -> Place | None:
         raise ConfigError(f"the launcher's environment holds no number in {', '.join(words) or error}") from error
     if not 0 <= place.rank < place.size:
         raise ConfigError(f"rank {place.rank} does not exist in a world of {place.size}; check RANK and WORLD_SIZE")
+    if torchrun and place.local_size and not 0 <= place.local_rank < place.local_size <= place.size:
+        raise ConfigError(
+            f"rank {place.local_rank} of {place.local_size} on this machine does not exist in a world of {place.size}; "
+            "check LOCAL_RANK and LOCAL_WORLD_SIZE"
+        )
     if not 0 < place.port < 1 << 16:
         raise ConfigError(f"MASTER_PORT is {place.port}; a port is a number from 1 to 65535")
     return place

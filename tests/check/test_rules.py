@@ -239,6 +239,60 @@ def test_a_wrong_result_and_a_failing_program_are_reports() -> None:
     assert "huge needs 67108864 bytes" in report.message
 
 
+@pytest.mark.parametrize("stop", [False, True])
+def test_whatever_the_users_program_raises_is_a_report_with_its_line(stop: bool) -> None:
+    def fails(heap):
+        raise ValueError("boom")
+
+    def leaves(heap):
+        raise SystemExit(3)
+
+    for launch, said in ((fails, "ValueError: boom"), (leaves, "SystemExit: 3")):
+        (report,) = explore(launch, ranks=2, schedules=1, stop=stop).reports
+        assert (report.kind, report.message) == ("error", said)
+    assert explore(fails, ranks=1, schedules=1).reports[0].steps[0].line == line_of('ValueError("boom")')
+    (report,) = explore_all(fails).reports
+    assert report.schedule.endswith("again with --exhaustive --schedules 1")
+
+
+def test_a_launch_that_starts_nothing_is_said_to_be_unchecked() -> None:
+    verdict = explore(lambda heap: None, ranks=2, schedules=2)
+    assert "nothing was checked" in str(verdict)
+    assert "nothing was checked" not in str(explore(lambda heap: streams(heap, True, True), ranks=1, schedules=1))
+
+
+@triton.jit
+def told_too_early(inbox, ready, taken, out, after, before, heap, N: tl.constexpr):
+    at = tl.arange(0, N)
+    while tl.atomic_add(taken, 0, sem="acquire", scope="sys") != 0:
+        pass
+    tl.debug_barrier()
+    tl.atomic_xchg(taken, 1, sem="relaxed", scope="sys")  # sets the word back, after it has waited for it
+    tl.store(remote(inbox, after, heap) + at, at.to(tl.float32))
+    tl.debug_barrier()
+    tl.atomic_xchg(remote(ready, after, heap), 1, sem="release", scope="sys")
+    while tl.atomic_add(ready, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.debug_barrier()
+    tl.atomic_xchg(ready, 0, sem="relaxed", scope="sys")
+    tl.atomic_xchg(remote(taken, before, heap), 0, sem="release", scope="sys")
+    tl.store(out + at, tl.load(inbox + at))  # too late
+
+
+def test_setting_a_word_back_does_not_hide_the_wait_before_it() -> None:
+    def launch(heap):
+        inbox, out = heap.empty(N, name="inbox"), torch.zeros(N)
+        ready, taken = heap.zeros(1, torch.int32, name="ready"), heap.zeros(1, torch.int32, name="taken")
+        after, before = (heap.rank + 1) % heap.size, (heap.rank - 1) % heap.size
+        for _ in range(2):
+            told_too_early[(1,)](inbox.local, ready.local, taken.local, out, after, before, heap.context, N)
+
+    (report,) = explore(launch, ranks=2, schedules=20).reports
+    assert report.kind == "wrong order"
+    assert "signals before the element is read; signal after it" in report.message
+    assert report.steps[0].line == line_of("# too late")
+
+
 # --- participants other than kernels ---------------------------------------------------------------------------------
 
 
@@ -386,12 +440,15 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         "def launch(heap):\n"
         "    buf, out = heap.zeros(1, name='buf'), torch.zeros(1)\n"
         "    k[(1,)](buf.addresses, out, heap.rank, heap.size)\n"
+        "def two(heap, more): pass\n"
     )
     done = CliRunner().invoke(app, ["check", f"{path}:launch", "--ranks", "2", "--schedules", "5"])
     assert done.exit_code == 5, done.output
     assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
     assert f"{path}:7: tl.store(out, tl.load(mine))" in done.stdout
     assert "not seen:" in done.stdout
+    every = CliRunner().invoke(app, ["check", f"{path}:launch", "--exhaustive", "--schedules", "5"])
+    assert (every.exit_code, every.stdout.startswith("mine.py:launch: 1 reports")) == (5, True)
     fine = CliRunner().invoke(app, ["check", f"{FOLDER / 'ring_shift.py'}:launch", "--ranks", "2", "--schedules", "2"])
     assert (fine.exit_code, "0 reports" in fine.stdout) == (0, True)
     for words, said in (
@@ -399,6 +456,10 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         (["nowhere.py:launch"], "nowhere.py: no such file"),
         ([str(path)], "write FILE.py:LAUNCH"),
         ([f"{path}:launch", "--ranks", "two"], "write numbers from 1 to 16 with commas"),
+        ([f"{path}:launch", "--exhaustive", "--ranks", "3"], "--exhaustive runs 2 ranks without --ranks"),
+        ([f"{path}:launch", "--exhaustive", "--replays", "2"], "--exhaustive runs 2 ranks without --replays"),
+        ([f"{path}:torch"], "has no function torch"),
+        ([f"{path}:two"], "write def two(heap)"),
     ):
         refused = CliRunner().invoke(app, ["check", *words])
         assert refused.exit_code == 2

@@ -212,6 +212,25 @@ def test_steps_by_what_each_launched() -> None:
     ]
 
 
+def test_steps_by_their_marks_on_the_host_where_no_launch_is_recorded() -> None:
+    entries = [kernel(GEMM, ts, 6) for ts in (31, 11, 12, 41)]
+    entries += [span("user_annotation", f"ProfilerStep#{n}", 10 * n, 10) for n in (3, 1, 4)]
+    found = ledgers(read_all(trace(*entries)).events)
+    assert [(each.step, rows(each.accounts[0])) for each in found] == [
+        ("step 1", {"compute": 7, "host gap": 13}),
+        ("step 3", {"compute": 6, "host gap": 4}),
+        ("step 4", {"compute": 6}),
+    ]
+
+
+@pytest.mark.parametrize("bad", [{"dur": -5}, {"dur": None}, {"ts": float("nan")}, {"ts": "20"}])
+def test_events_without_times_are_counted(bad: dict[str, Any]) -> None:
+    found = read_all(trace(kernel(GEMM, 0, 10), kernel(GEMM, 20, 5) | bad))
+    assert "1 GPU events without a usable begin or length are left out" in found.notes
+    assert rows(accounts(found)[0]) == {"compute": 10}
+    assert not any("left out" in note for note in read_all(trace(kernel(GEMM, 0, 10))).notes)
+
+
 def test_the_update_is_what_the_optimizer_launched() -> None:
     found = read_all(
         trace(

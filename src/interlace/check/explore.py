@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ from interlace.check.fiber import Strategy
 from interlace.check.host import Host
 from interlace.check.machine import Grow, Machine, Operations
 from interlace.check.memory import Found
+from interlace.check.place import OWN
 from interlace.check.report import Report, Step, explain
 from interlace.check.schedules import NAMES, exhaustive, seeded
 from interlace.errors import ConfigError, Hang, InterlaceError, nearest
@@ -82,6 +84,15 @@ class _Run:
     resident: int | None = None
     origin: int = 0
     stop: tuple[int, int] | None = None
+    exhaustive: bool = False
+
+    @property
+    def again(self) -> str:
+        """The options that run it again."""
+        if self.exhaustive:
+            return f"--exhaustive --schedules {self.seed + 1}"
+        few = "" if self.resident is None else f" --resident {self.resident}"
+        return f"--ranks {self.ranks} --seed {self.seed} --schedules 1{few}"
 
 
 @dataclass
@@ -202,10 +213,7 @@ class Explorer:
 
     @staticmethod
     def _say(machine: Machine, report: Report, settings: _Run) -> Report:
-        again = f"--ranks {settings.ranks} --seed {settings.seed} --schedules 1"
-        if settings.resident is not None:
-            again += f" --resident {settings.resident}"
-        schedule = f"found by {settings.label}, event {len(machine.events)}; again with {again}"
+        schedule = f"found by {settings.label}, event {len(machine.events)}; again with {settings.again}"
         return replace(report, ranks=settings.ranks, seed=settings.seed, schedule=schedule)
 
 
@@ -284,6 +292,8 @@ def explore(
                 break
             if residency and resident is None and not stop and not found:
                 notes += _residency(explorer, size, schedules, seed)
+    if not found and explorer.events == 0:
+        notes.append("nothing was checked: no kernel, copy or flag that launch enqueued has touched memory")
     explored = [
         f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
         f"{resident or 'all'} programs of a rank at once",
@@ -328,25 +338,29 @@ def _settings(
 def _length(explorer: Explorer, size: int, seed: int, resident: int | None) -> int:
     """Events of one schedule in which nobody stops."""
     before = explorer.events
-    explorer.run(_Run(size, seeded(seed, size), seed, "", resident))
+    _guarded(explorer, _Run(size, seeded(seed, size), seed, "", resident))
     return explorer.events - before
 
 
 def _guarded(explorer: Explorer, settings: _Run) -> Report | None:
-    """A failure of the user's program is a report too; one of ours, as of the caller's arguments, is raised."""
+    """A failure of the user's program is a report too; one of ours is raised."""
     try:
         return explorer.run(settings)
-    except (InterlaceError, AssertionError) as error:
-        kind = "wrong result" if isinstance(error, AssertionError) else "error"
-        text = " ".join(str(error).split())[:300]
+    except (Exception, SystemExit) as error:
         trace, steps = error.__traceback__, []
         while trace is not None:
             file = trace.tb_frame.f_code.co_filename
             steps.append(Step("raised", "the program", file, trace.tb_lineno))
             trace = trace.tb_next
-        mine = [each for each in steps if "/interlace/" not in each.file and "triton" not in each.file]
-        made = Report(kind, text or type(error).__name__, tuple(mine[-1:]))
-        again = f"found by {settings.label}; again with --ranks {settings.ranks} --seed {settings.seed} --schedules 1"
+        known = isinstance(error, InterlaceError | AssertionError)
+        mine = [each for each in steps if not each.file.startswith(OWN)]
+        if not known and (not mine or steps[-1].file.startswith(OWN[:2])):
+            raise
+        kind = "wrong result" if isinstance(error, AssertionError) else "error"
+        text = " ".join(str(error).split())[:300]
+        name = type(error).__name__
+        made = Report(kind, (text if known else f"{name}: {text}") if text else name, tuple(mine[-1:]))
+        again = f"found by {settings.label}; again with {settings.again}"
         return replace(made, ranks=settings.ranks, seed=settings.seed, schedule=again)
 
 
@@ -371,7 +385,9 @@ def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list
     return []
 
 
-def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True) -> Verdict:
+def explore_all(
+    launch: Launch, *, most_schedules: int = 2000, preemptions: int = 2, barriers: bool = True, name: str = ""
+) -> Verdict:
     """All schedules of 2 ranks with at most so many preemptions, up to a number; for launches of 2 x 2 programs."""
     explorer = Explorer(launch, barriers=barriers)
     begin = time.process_time()
@@ -382,17 +398,16 @@ def explore_all(launch: Launch, *, most_schedules: int = 2000, preemptions: int 
             if number >= most_schedules:
                 whole = False
                 break
-            report = _guarded(explorer, _Run(2, strategy, number, f"schedule {number} of the exhaustive search"))
+            label = f"schedule {number} of the exhaustive search"
+            report = _guarded(explorer, _Run(2, strategy, number, label, exhaustive=True))
             if report is not None:
                 found.append(report)
                 break
     if not found:
         _refuse_nothing(explorer, getattr(launch, "__name__", "launch"))
     what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
-    return Verdict(
-        getattr(launch, "__name__", "launch"), (2,), explorer.schedules, explorer.events, time.process_time() - begin,
-        tuple(found), (), (what,),
-    )  # fmt: skip
+    called, spent = name or getattr(launch, "__name__", "launch"), time.process_time() - begin
+    return Verdict(called, (2,), explorer.schedules, explorer.events, spent, tuple(found), (), (what,))
 
 
 def load(target: str) -> tuple[Launch, str]:
@@ -418,6 +433,12 @@ def load(target: str) -> tuple[Launch, str]:
         close = nearest(name, known)
         hint = f'did you mean "{close}"?' if close else "give a function launch(heap)."
         raise ConfigError(f"{path} has no function {name}; {hint}")
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        raise ConfigError(f"{name} of {path} cannot be called with a heap ({error}); write def {name}(heap).") from None
+    except ValueError:  # a callable that tells no signature
+        pass
     return found, f"{os.path.basename(path)}:{name}"
 
 

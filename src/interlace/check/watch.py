@@ -150,6 +150,9 @@ class Watch(Memory, ABC):
         if word.history:
             last = word.history[-1]
             last.seen = last.seen or (last.fiber is not fiber and not write)
+            before = fiber.waits.get(address)
+            if before is not None and before.signal is last and before.learned and not reached:
+                return  # a second look, as of who sets a word back, takes nothing away
             why = "" if reached else self._why_not(last, fiber, acquires, scope)
             fiber.seen[last.fiber.number] = fiber.waits[address] = Seen(reached, why, event, last)
 

@@ -12,11 +12,13 @@ from interlace import errors
 from interlace.cli.failures import guarded, quiet_stdout
 from interlace.cli.options import Debug, app
 
+RANKS = "2,3,4"
+
 
 @app.command()
 def check(
     target: Annotated[str, typer.Argument(metavar="MODULE.py:LAUNCH", help="A file, and a function launch(heap).")],
-    ranks: Annotated[str, typer.Option(metavar="N,N", help="Numbers of ranks to try.")] = "2,3,4",
+    ranks: Annotated[str, typer.Option(metavar="N,N", help="Numbers of ranks to try.")] = RANKS,
     schedules: Annotated[int, typer.Option(min=1, help="Orders of execution to try for each.")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of the first schedule; a report names its own.")] = 0,
     resident: Annotated[int, typer.Option(min=0, help="Programs of a rank that run at once; 0 = all.")] = 0,
@@ -35,9 +37,13 @@ def check(
     def work() -> None:
         from interlace import check as checker
 
+        given = {"--seed": seed, "--resident": resident, "--replays": replays, "--stop": stop}
+        unused = [name for name, value in given.items() if value] + ["--ranks"] * (ranks not in ("2", RANKS))
+        if exhaustive and unused:
+            raise errors.ConfigError(f"--exhaustive runs 2 ranks without {unused[0]}; leave one of the two out.")
         launch, name = checker.load(target)
         if exhaustive:
-            verdict = checker.explore_all(launch, most_schedules=schedules, barriers=not loose)
+            verdict = checker.explore_all(launch, most_schedules=schedules, barriers=not loose, name=name)
         else:
             verdict = checker.explore(
                 launch,

@@ -114,7 +114,8 @@ class _File:
         self.base = base if _is_count(base) else 0
         self.offset = 0.0  # of this file's times from those of the first
         entries = [entry for entry in trace["traceEvents"] if _is_timed(entry)]
-        self.device = [entry for entry in entries if str(entry.get("cat")).lower() in DEVICE]
+        self.device = [entry for entry in entries if _is_device(entry)]
+        self.broken = sum(map(_is_device, trace["traceEvents"])) - len(self.device)
         if not self.device:
             raise DataError(
                 f"{where}: no GPU events among its {len(trace['traceEvents'])}: profile on a GPU, with "
@@ -164,7 +165,7 @@ class _File:
         return Event(rank, lane, kind, name[: NAME_LENGTH + 40], begin, end, nbytes, flops)
 
     def _step_events(self, own: Sequence[Mapping[str, Any]], rank: int, origin: float) -> list[Event]:
-        """Steps on the device: by the profiler's marks there, else by what each step launched; else all as one."""
+        """Steps on the device: by the profiler's marks there, else by what each launched or held; else one."""
         last = max(entry["ts"] + entry["dur"] for entry in own)
         there = [entry for entry in self.steps if "gpu" in str(entry.get("cat")) and _device(entry) == _device(own[0])]
         begins: dict[str, float] = {}
@@ -191,7 +192,8 @@ class _File:
         return found
 
     def _launched_in(self, entry: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
-        launch = self.launched.get(_number(_args(entry), "correlation"))
+        """Where no launch is recorded, what began on the device within the step's mark."""
+        launch = self.launched.get(_number(_args(entry), "correlation")) if self.launched else entry
         return launch is not None and bool(step["ts"] <= launch["ts"] < step["ts"] + step["dur"])
 
     def memory(self, origin: float) -> list[tuple[float, float]]:
@@ -376,6 +378,8 @@ def _remarks(files: Sequence[_File], found: Traced, labels: _Axes) -> list[str]:
         notes.append("the trace names no rank: taken as rank 0")
     if len(files[0].devices) > 1:
         notes.append(f"the trace holds {len(files[0].devices)} devices: each is shown as a rank")
+    if broken := sum(file.broken for file in files):
+        notes.append(f"{broken} GPU events without a usable begin or length are left out")
     expected = {rank for members in labels.members.values() for group in members for rank in group}
     world = files[0].info.get("world_size")
     expected |= set(range(world)) if _is_count(world) else set()
@@ -445,6 +449,11 @@ def _is_timed(entry: Any) -> TypeGuard[dict[str, Any]]:
         and _is_time(entry.get("dur"))
         and entry["dur"] >= 0
     )
+
+
+def _is_device(entry: Any) -> bool:
+    """A complete event of a GPU, whether or not its times are good."""
+    return isinstance(entry, dict) and entry.get("ph") == "X" and str(entry.get("cat")).lower() in DEVICE
 
 
 def _is_memory(entry: Any) -> bool:
