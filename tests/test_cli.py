@@ -217,6 +217,11 @@ def test_runs_at_once_and_those_of_torchrun_give_the_same(file: str, tmp_path: P
 
 
 @pytest.mark.ranks
+def test_more_ranks_than_memory_holds_processes(file: str) -> None:
+    line = sentence(interlace("train", file, "--parallel", "dp=100000", "--set", "train.global_batch=100000"), 7)
+    assert re.search(r"100000 ranks on this machine of [\d.]+ GiB free memory, .* use at most \d+ here", line)
+
+
 def test_torchrun_says_a_refusal_once(file: str, tmp_path: Path) -> None:
     process = start(tmp_path, "train", file, "--parallel", "dp=3", command=TORCHRUN)
     _, err = process.communicate(timeout=60)

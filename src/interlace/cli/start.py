@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from interlace.world import Place
 
 
+PROCESS = 160 << 20  # bytes of its own that a process with PyTorch loaded takes at least
+
+
 def check(cfg: Config, device: str, place: Place | None = None) -> None:
     """Refuses what cannot run, in one sentence with the nearest that can.  `place`: where a launcher has put us."""
     from interlace.plan import fit
@@ -37,7 +40,14 @@ def check(cfg: Config, device: str, place: Place | None = None) -> None:
         raise errors.ConfigError("train.compile = true needs a C++ compiler on the CPU; install g++, or leave it out.")
     ranks = place.size if place else cfg.plan.world
     local = (place.local_size or 1) if place else ranks
-    fit.check(cfg, ranks, _memory_per_rank(device, local), AXES, device, _ways(cfg, device))
+    memory = _memory_per_rank(device, local)
+    if device == "cpu" and memory is not None and memory < PROCESS:
+        free, most = memory * local, memory * local // PROCESS
+        raise errors.ResourceError(
+            f"{local} ranks on this machine of {free / 2**30:.1f} GiB free memory, of which a process takes about "
+            f"{PROCESS >> 20} MiB before any model; use at most {most} here, or more machines."
+        )
+    fit.check(cfg, ranks, memory, AXES, device, _ways(cfg, device))
 
 
 def check_folder(cfg: Config, resume: str) -> None:
