@@ -255,12 +255,6 @@ def test_whatever_the_users_program_raises_is_a_report_with_its_line(stop: bool)
     assert report.schedule.endswith("again with --exhaustive --schedules 1")
 
 
-def test_a_launch_that_starts_nothing_is_said_to_be_unchecked() -> None:
-    verdict = explore(lambda heap: None, ranks=2, schedules=2)
-    assert "nothing was checked" in str(verdict)
-    assert "nothing was checked" not in str(explore(lambda heap: streams(heap, True, True), ranks=1, schedules=1))
-
-
 @triton.jit
 def told_too_early(inbox, ready, taken, out, after, before, heap, N: tl.constexpr):
     at = tl.arange(0, N)

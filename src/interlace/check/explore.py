@@ -292,8 +292,6 @@ def explore(
                 break
             if residency and resident is None and not stop and not found:
                 notes += _residency(explorer, size, schedules, seed)
-    if not found and explorer.events == 0:
-        notes.append("nothing was checked: no kernel, copy or flag that launch enqueued has touched memory")
     explored = [
         f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
         f"{resident or 'all'} programs of a rank at once",
