@@ -20,7 +20,8 @@ broadcast to the program, while an `atomic_cas` poll costs NVLink traffic, and a
 What a wait may not do while others signal: with every program signalling the peer's word and waiting for its own, on
 two H200s, a round took 3.7, 5.7, 11.6 and 124 us for 1, 8, 32 and 128 programs when a wait looked at the clock and at
 the host's abort word (over PCIe) as soon as its first poll failed; 3.9, 5.2, 5.7 and 5.8 where one thread polls by
-itself for up to 50 us before that (`_linger`); 2.5, 2.4, 2.6 and 2.8 with a store besides, in place of an exchange.
+itself for up to 50 us before that (`_linger`); 2.5, 2.4, 2.6 and 2.8 with a store besides, in place of an exchange,
+and words a line apart, which those of the fused kernels are not.
 
 No wait is for ever: after the heap's timeout, or when the host asks, a wait writes a record (kernel, rank, program,
 peer, flag, want, have, elapsed), returns False, and every later wait of the rank leaves at once; the host raises the
