@@ -10,9 +10,11 @@ updates stay).  What a rank reports must equal the difference of its two times w
     one stream  every transfer on the compute stream itself
 
 To the waiting comes what a run reports as contention: how much more a step computes than one that waits for each
-transfer at once (`train/contention.py`).  `recording` is the same step without the meter's records: what reporting
-costs.  `stood` is all the compute stream waited for, own work on the side stream too; what is left of the step beyond
-the serialised form's, `slower than off`, is how much slower products run beside transfers and that work.
+transfer at once (`train/contention.py`).  A GPU at its limit of power runs quicker the more it pauses, so the
+difference is taken at the step's own clock: without transfers, the same cycles at the clock that the step with them
+had.  `recording` is the same step without the meter's records: what reporting costs.  `stood` is all the compute stream
+waited for, own work on the side stream too; what is left of the step beyond the serialised form's, `slower than off`,
+is how much slower products run beside transfers and that work.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from data_parallel import Variant, ours, random_batch, wait
 from interlace.collectives import Groups, Meter, Window, make_groups, ops, ordered
 from interlace.collectives.handle import between, now
 from interlace.config import load
+from interlace.kernels import clock
 from interlace.mesh import Mesh
 from interlace.model_config import ModelConfig
 from interlace.train.data import Batch
@@ -59,11 +62,17 @@ def left_out() -> Iterator[None]:
         received.zero_()
         return []
 
+    def no_pair(*given: object) -> bool:  # a function, since a Mock would hold every tensor that it was called with
+        return False
+
+    def nothing(*given: object, **options: object) -> list[dist.Work]:
+        return []
+
     with (
         mock.patch.object(ops, "_all_gather_single", gathered),
         mock.patch.object(ordered, "exchange_parts", exchanged),
-        mock.patch.object(ordered, "_is_pair", return_value=False),  # two ranks' sums go by way of an exchange too
-        mock.patch.object(Window, "exchange", return_value=[]),
+        mock.patch.object(ordered, "_is_pair", no_pair),  # two ranks' sums go by way of an exchange too
+        mock.patch.object(Window, "exchange", nothing),
     ):
         yield
 
@@ -82,26 +91,33 @@ def variant(form: str, zero: str, cfg: ModelConfig, groups: Groups, device: torc
     return ours(f"ours-zero{zero}" + ("-off" if form == "off" else ""), cfg, groups, device)
 
 
-def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> tuple[float, float, float]:
-    """ms a step of this rank, ms that it says it waited, and ms its compute stream stood, for its own work too."""
+Figures = tuple[float, float, float, float]
+
+
+def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> Figures:
+    """ms a step of this rank, ms that it says it waited, ms its compute stream stood, for its own work too, and GHz.
+
+    The clock is the mean; 1 where there is none.
+    """
     gc.collect()
     gc.freeze()
     wait(device)
     dist.barrier()
     meter.cut()
-    begin = now(device)
+    begin, noted = now(device), clock.read(device)
     waited = stood = 0.0
     records = []
     for _ in range(steps):
         made.step(batch)
         records.append(made.record)
-    end = now(device)
+    end, noted_after = now(device), clock.read(device)
     wait(device)
     for record in records:
         if record is not None:
             waited += sum(record.waited().values())
             stood += sum(max(0.0, between(since, until)) for *_, since, until in record.stalls)
-    return 1e3 * between(begin, end) / steps, 1e3 * waited / steps, 1e3 * stood / steps
+    hertz = clock.hertz(noted, noted_after) or 1e9
+    return 1e3 * between(begin, end) / steps, 1e3 * waited / steps, 1e3 * stood / steps, hertz / 1e9
 
 
 def main() -> None:
@@ -134,7 +150,7 @@ def main() -> None:
             made = variant(form, zero + ("-nccl" if given.transport == "library" else ""), cfg, groups, device)
             for _ in range(3):
                 made.step(batch)
-            found: dict[str, list[tuple[float, float, float]]]
+            found: dict[str, list[Figures]]
             found = {"with": [], "without": [], "unrecorded": [], "serial": []}
             for _ in range(given.rounds):
                 found["with"].append(run(made, batch, given.steps, meter, device))
@@ -146,19 +162,24 @@ def main() -> None:
                 meter.record = False
                 found["unrecorded"].append(run(made, batch, given.steps, meter, device))
                 meter.record = True
-            step, waited, stood = (statistics.median(column) for column in zip(*found["with"], strict=True))
-            bare, plain = (statistics.median(ms for ms, *_ in found[key]) for key in ("without", "unrecorded"))
-            alone = statistics.median(ms - stands for ms, stands, _ in found["serial"])
+            step, waited, stood, ghz = (statistics.median(column) for column in zip(*found["with"], strict=True))
+            bare, _, _, bare_ghz = (statistics.median(column) for column in zip(*found["without"], strict=True))
+            plain = statistics.median(ms for ms, *_ in found["unrecorded"])
+            alone = statistics.median((ms - stands) * at / ghz for ms, stands, _, at in found["serial"])
             slowed = max(0.0, step - waited - alone)
-            mine = torch.tensor([step, bare, waited, stood, plain, slowed])
+            mine = torch.tensor([step, bare, waited, stood, plain, slowed, ghz, bare_ghz])
             everyone = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(everyone, mine)
             rows += [(f"zero{zero}", form, r, *figures.tolist()) for r, figures in enumerate(everyone)]
+            if rank == 0:
+                table(given, rows, ranks)
             del made
+            gc.unfreeze()  # what `run` froze is this form's model, its cycles among it
+            gc.collect()
             if on_gpu:
                 torch.cuda.empty_cache()
     if rank == 0:
-        table(given, rows, ranks)
+        print(given.out.read_text(encoding="utf-8") if given.out else "", flush=True)
     dist.destroy_process_group()
 
 
@@ -170,21 +191,20 @@ def table(given: argparse.Namespace, rows: list[tuple[Any, ...]], ranks: int) ->
         f"torch {torch.__version__}, {given.sequences} x {given.length} tokens a rank, {given.rounds} rounds of "
         f"{given.steps} steps, `{' '.join(sys.argv)}`",
         "",
-        "| plan | form | rank | step ms | without transfers ms | difference | waited | contention | off by, % of step "
-        "| step / without | recording costs % | stood | slower than off |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| plan | form | rank | step ms | without transfers ms | GHz, with and without | difference at its clock "
+        "| waited | contention | off by, % of step | step / without | recording costs % | stood | slower than off |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    alone = {(plan, r): step - stood for plan, form, r, step, _, _, stood, _, _ in rows if form == "off"}
-    for plan, form, r, step, bare, waited, stood, plain, slowed in rows:
+    alone = {(plan, r): step - stood for plan, form, r, step, _, _, stood, *_ in rows if form == "off"}
+    for plan, form, r, step, bare, waited, stood, plain, slowed, ghz, bare_ghz in rows:
         slower = f"{step - stood - alone[plan, r]:+.2f}" if (plan, r) in alone else "-"
+        difference = step - bare * bare_ghz / ghz
         lines.append(
-            f"| {plan} | {form} | {r} | {step:.2f} | {bare:.2f} | {step - bare:.2f} | {waited:.2f} | "
-            f"{slowed:.2f} | {100 * (waited + slowed - (step - bare)) / step:+.2f} | {step / bare:.3f} | "
-            f"{100 * (step / plain - 1):+.2f} | "
-            f"{stood:.2f} | {slower} |"
+            f"| {plan} | {form} | {r} | {step:.2f} | {bare:.2f} | {ghz:.3f}, {bare_ghz:.3f} | {difference:.2f} | "
+            f"{waited:.2f} | {slowed:.2f} | {100 * (waited + slowed - difference) / step:+.2f} | {step / bare:.3f} | "
+            f"{100 * (step / plain - 1):+.2f} | {stood:.2f} | {slower} |"
         )
     text = "\n".join(lines)
-    print(text, flush=True)
     if given.out:
         given.out.write_text(text + "\n", encoding="utf-8")
 

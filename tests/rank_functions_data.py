@@ -583,6 +583,27 @@ def norms(world: World) -> list[list[float]]:
     return found
 
 
+def early_squares(world: World) -> list[tuple[int, float, float, float]]:
+    """By ZeRO stage: runs summed early; the sums of squares with that and without; and once a gradient is doubled."""
+    group, found = whole_group(world), []
+    for zero in range(4):
+        model = DataParallel(seeded(0, lambda: Odd(3)), group, zero=zero)
+        split_step(model, 0, 1)
+        late = model.square_sum().item()
+        nn.Module.zero_grad(model)
+        model.early_squares = True
+        split_step(model, 0, 1)
+        known = len(model._squares)
+        early = model.square_sum().item()
+        nn.Module.zero_grad(model)
+        split_step(model, 0, 1)
+        for leaf in model.leaves():
+            assert leaf.grad is not None
+            leaf.grad.mul_(2)
+        found.append((known, late, early, model.square_sum().item()))
+    return found
+
+
 def ones(model: DataParallel) -> Tensor:
     """Through the wrapper, an output whose gradient by every trainable parameter is 1; a unit reads its own."""
 

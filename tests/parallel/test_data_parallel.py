@@ -63,6 +63,14 @@ def test_the_norm_counts_each_parameter_once(run_ranks: Run) -> None:
         assert norm == math.sqrt(distinct)
 
 
+def test_squares_summed_while_gradients_travel_are_the_same(run_ranks: Run) -> None:
+    for rank, stages in enumerate(run_ranks(f"{RANKS}:early_squares", 2)):
+        for zero, (known, late, early, doubled) in enumerate(stages):
+            assert (known > 0) == (zero > 0 or rank == 0), "what all hold is counted by the first"
+            assert early == late
+            assert doubled == 4 * late, "gradients that were written to since are summed anew"
+
+
 def test_any_order_of_calls_gives_what_pytorch_gives(run_ranks: Run) -> None:
     run_ranks("rank_functions_passes:passes", 2)
 

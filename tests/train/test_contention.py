@@ -21,7 +21,16 @@ def test_what_a_step_computed_longer_than_a_serial_one() -> None:
     for step, seconds in ((15, 1.4), (25, 1.15), (35, 1.2)):  # one was held up by something else
         found.note(step, seconds, 0.3)
     assert found.note(36, 1.0, 0.05) == pytest.approx(0.05)
+    assert found.note(37, 1.0, 0.05, hertz=1.5e9) == pytest.approx(0.05), "the others' clocks are not known"
     assert not any(Contention(0).is_serial(step) for step in range(400))
+
+
+def test_a_serial_step_counts_at_the_clock_of_the_others() -> None:
+    """At its limit of power a GPU computes quicker in steps that pause."""
+    found = Contention(every=10)
+    found.note(FIRST, 1.2, 0.3, hertz=1.8e9)
+    assert found.note(6, 1.1, 0.0, hertz=1.62e9) == pytest.approx(0.1), "0.9 s are 1.0 at nine tenths of the clock"
+    assert found.note(7, 1.1, 0.0, hertz=1.8e9) == pytest.approx(0.2)
 
 
 PLANS = {

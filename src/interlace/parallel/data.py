@@ -44,6 +44,11 @@ from interlace.parallel.units import Unit, find_units, homes, tensors_of, when_r
 from interlace.plan.zero import backward_list
 
 IN_FLIGHT = 2  # units whose gradients travel at the same time
+Versions = tuple[tuple[int, int], ...]  # of a flat run's gradients: which tensors, and how often they were written to
+
+
+def _versions(flat: Flat) -> Versions:
+    return tuple((id(leaf.grad), 0 if leaf.grad is None else leaf.grad._version) for leaf in flat.leaves)
 
 
 class DataParallel(nn.Module):
@@ -126,6 +131,8 @@ class DataParallel(nn.Module):
         self._next_item = 0
         self._round: Round | None = None
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]], bool]] = deque()
+        self.early_squares = False  # set by who asks for `square_sum` right after backward
+        self._squares: dict[Flat, tuple[Versions, torch.Tensor]] = {}  # what that found
         self.units, self.root = find_units(module, units)
         self._fill_units(compute_dtype, dims or {}, decay or {}, parts or {})
         if materialise is None:
@@ -291,7 +298,22 @@ class DataParallel(nn.Module):
 
         What several ranks hold is counted by the first of them.
         """
-        return norms.square_sum((grad for flat in self.counted for grad in owed.counted(flat)), self.group.device)
+        known, self._squares = self._squares, {}
+        total = torch.zeros(1, dtype=torch.float64, device=self.group.device)
+        for flat in self.counted:
+            versions, squares = known.get(flat, (None, None))
+            total += self._square_sum(flat) if squares is None or versions != _versions(flat) else squares
+        return total
+
+    def _square_sum(self, flat: Flat) -> torch.Tensor:
+        return norms.square_sum(owed.counted(flat), self.group.device)
+
+    def _square_early(self) -> None:
+        """Of gradients that are in place, while the last reductions travel; counts as long as nobody writes to them."""
+        travelling = {flat for unit, *_ in self._reductions for flat in unit.trainable}
+        self._squares = {
+            flat: (_versions(flat), self._square_sum(flat)) for flat in self.counted if flat not in travelling
+        }
 
     def chunk_squares(self) -> torch.Tensor:
         """Sum of squares of every chunk of gradients that this rank owns: fp64, [chunks].  Every rank has as many."""
@@ -632,6 +654,7 @@ class DataParallel(nn.Module):
             raise ConfigError("zero=3 cannot keep a graph of the backward pass (create_graph); use zero 0, 1 or 2.")
         self._phase = "backward"
         self._next_item = 0
+        self._squares = {}
         while self._reductions:  # of the round before: their buffers are written again now
             self._deliver()
         for flat in self.root.flats:  # there already, unless a pass without gradients came in between
@@ -735,6 +758,8 @@ class DataParallel(nn.Module):
         while self._next_item < len(self._items):
             self._issue()
         if self._is_last:
+            if self.early_squares and self._reductions:
+                self._square_early()
             while self._reductions:
                 self._deliver()
             self._stale = self._stale or self.sync

@@ -5,7 +5,11 @@ it: they share memory, clocks and, with a library's kernels, multiprocessors.  N
 products take alone.  So one step in `every` waits for each transfer as soon as it has begun (`Meter.at_once`): it is
 longer by what overlap hides, and what it computes, it computes alone.
 
-    contention = (step - waited) - (serial step - its waited)          in seconds of this rank
+    contention = (step - waited) - (serial step - its waited) * its clock / the step's clock     in seconds of this rank
+
+The clocks are means over the two steps (`kernels/clock.py`): a GPU at its limit of power runs quicker in a step that
+pauses for each transfer, and without them the 8B preset over two H200s told 16 ms too many of 388.  Work that memory
+bounds does not follow the clock, so of such a GPU a part of the contention goes untold, up to the share of that work.
 
 Own work on the side stream (an update under a gather) is computed in both, hidden in one: contention is at least this.
 Numbers do not change: the same operations run in the same order.
@@ -25,15 +29,19 @@ class Contention:
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._alone: deque[float] = deque(maxlen=KEPT)
+        self._alone: deque[tuple[float, float | None]] = deque(maxlen=KEPT)  # seconds, and the clock
 
     def is_serial(self, step: int) -> bool:
         """Whether a step, counted from 0, waits for each transfer at once; the same on every rank."""
         return self.every > 0 and step >= FIRST and (step - FIRST) % self.every == 0
 
-    def note(self, step: int, seconds: float, waited: float) -> float | None:
-        """Of a step that took so long: its contention in seconds; None of a serial one, and before the first."""
+    def note(self, step: int, seconds: float, waited: float, hertz: float | None = None) -> float | None:
+        """Of a step that took so long: its contention in seconds; None of a serial one, and before the first.
+
+        hertz: the mean clock over the step, None if nobody knows.
+        """
         if self.is_serial(step):
-            self._alone.append(seconds - waited)
+            self._alone.append((seconds - waited, hertz))
             return None
-        return seconds - waited - statistics.median(self._alone) if self._alone else None
+        alone = [took * at / hertz if at and hertz else took for took, at in self._alone]
+        return seconds - waited - statistics.median(alone) if alone else None

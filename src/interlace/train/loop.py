@@ -67,6 +67,7 @@ class _Made:
     begin: Moment
     end: Moment
     record: Record
+    clock: tuple[torch.Tensor | None, torch.Tensor | None]  # notes at its begin and end
     digest: str = ""
 
 
@@ -95,7 +96,7 @@ def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
             _settle()
         world.status(step=step + 1, operation="training step")
         session.meter.at_once = folder.contention.is_serial(step)
-        made = _step(session, step)
+        made = _step(session, step, folder.tells_contention(step))
         if under_way is not None:
             folder.report(under_way)
         under_way = made
@@ -121,11 +122,11 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _step(session: Session, step: int) -> _Made:
+def _step(session: Session, step: int, clocked: bool) -> _Made:
     device = session.world.device
     rate = optimizers.learning_rate(session.cfg.train, step, session.steps)
     optimizers.set_learning_rate(session.optimizer, rate)
-    begin = now(device)
+    begin, noted = now(device), _clock(device) if clocked else None
     with session.meter.work("data", "next batch", device):
         batches = session.batches()
     result = train_step(
@@ -140,7 +141,25 @@ def _step(session: Session, step: int) -> _Made:
     sequences = len(session.dataset.indices(session.cursor, session.cfg.train.global_batch))
     session.advance()
     tokens = sequences * session.cfg.data.sequence_length
-    return _Made(step, result, rate, tokens, begin, now(device), session.meter.cut())
+    clocks = noted, _clock(device) if clocked else None
+    return _Made(step, result, rate, tokens, begin, now(device), session.meter.cut(), clocks)
+
+
+def _clock(device: torch.device) -> torch.Tensor | None:
+    """Notes of the GPU's clock at this moment of the compute stream; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    from interlace.kernels import clock  # needs Triton
+
+    return clock.read(device)
+
+
+def _hertz(begin: torch.Tensor | None, end: torch.Tensor | None) -> float | None:
+    if begin is None or end is None:
+        return None
+    from interlace.kernels import clock  # needs Triton
+
+    return clock.hertz(begin, end)
 
 
 def _resume(session: Session, resume: str) -> tuple[int, bool]:
@@ -320,11 +339,14 @@ class _RunFolder:
 
     def _slowed(self, made: _Made, seconds: float) -> float | None:
         """This rank's contention in the step, if it is known and told."""
-        serial = self.contention.is_serial(made.step)
-        logged = (made.step + 1) % self.session.cfg.run.log_every == 0
-        if not self.contention.every or not (serial or logged):
+        if not self.tells_contention(made.step):
             return None
-        return self.contention.note(made.step, seconds, sum(made.record.waited().values()))
+        return self.contention.note(made.step, seconds, sum(made.record.waited().values()), _hertz(*made.clock))
+
+    def tells_contention(self, step: int) -> bool:
+        """Whether a step's time is held against another's: a serial one, or one that is logged."""
+        logged = (step + 1) % self.session.cfg.run.log_every == 0
+        return self.contention.every > 0 and (self.contention.is_serial(step) or logged)
 
     def _over_ranks(
         self, record: Record, seconds: float, loads_LY: torch.Tensor | None, slowed: float | None

@@ -56,6 +56,7 @@ def forward_backward(
     if isinstance(model, StagedParallel):
         assert model.through is not None
         return model.through(micro_batches, host, dropout_key, leaves)
+    model.early_squares = not leaves  # `update` asks for them; where the order of sums is fixed, it adds others
     own = sum(int((batch.labels_BT != IGNORED).sum()) for batch in micro_batches) if model.stands_first else 0
     meter, device = model.group.meter, model.group.device
     began = now(device)
