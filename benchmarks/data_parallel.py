@@ -66,13 +66,13 @@ def random_batch(cfg: ModelConfig, sequences: int, length: int, rank: int) -> Ba
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, positions * 0, numbers, False)
 
 
-def decoder(cfg: ModelConfig, device: torch.device | str, compiled: bool) -> Decoder:
+def decoder(cfg: ModelConfig, device: torch.device | str, compiled: bool, replayed: bool = False) -> Decoder:
     made = Decoder(cfg, device=device, dtype=torch.float32)
     if torch.cuda.is_available():
         from interlace.kernels.softmax_rows import softmax_rows
 
         made.head.softmax_rows = softmax_rows
-    recompute.apply(made, "none", compiled)
+    recompute.apply(made, "none", compiled, replayed)
     return made
 
 
@@ -80,7 +80,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
     train = TrainSection(clip=CLIP, weight_decay=0.1)
     table = {parameter.name: parameter for parameter in spec.parameters(cfg)}
     model = DataParallel(
-        decoder(cfg, "meta", "-eager" not in name),
+        decoder(cfg, "meta", "-eager" not in name, "-graphs" in name),
         groups["dp"],
         zero=int(name.split("-")[1].removeprefix("zero")),
         units=("embedding", "blocks.*", "head"),

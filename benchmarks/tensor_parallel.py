@@ -12,6 +12,7 @@ Variants, with the suffix -eager without compilation of the blocks:
     ours            tp=N with sequence parallel; transfers beside products
     ours-serial     the same, every transfer by itself (overlap=off); -plain, -fused: those values of overlap
     ours-whole      without sequence parallel (sequence=off)
+    ours-graphs     blocks as CUDA graphs (train.graphs); waits inside them are not seen
     torch           DTensor plans, sequence parallel, loss_parallel (peers/torch_tensor.py)
     torch-async     the same with async-TP (needs compilation and GPUs)
     megatron        megatron-core with sequence parallel, where it is installed (peers/megatron.py)
@@ -61,7 +62,11 @@ def _policy(name: str) -> str:
 
 def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> Variant:
     table = {parameter.name: parameter for parameter in spec.parameters(cfg)}
-    made = decoder(cfg, "meta", "-eager" not in name)
+    made = decoder(cfg, "meta", "-eager" not in name, "-graphs" in name)
+    if made.replays:
+        from interlace.kernels import workspace  # needs Triton
+
+        workspace.count_in_memory(groups["tp"])
     axis = Axis(groups["tp"], sequence="-whole" not in name, overlap=_policy(name))
     parts = split_decoder(made, spec.parameters(cfg), axis, holding(groups, "tp", 90.0))
     model = DataParallel(

@@ -43,8 +43,9 @@ class Meter:
     when it is settled.
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
     where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
-    until `cut` takes them; a caller who never cuts turns it off.  While `at_once` is set, every transfer but those of
-    lines, whose other side may come later, is waited for as soon as it has begun.
+    until `cut` takes them; a caller who never cuts turns it off.  What a CUDA graph captures is counted once, not when
+    it is replayed, and its moments, which the graph would own, are not kept.  While `at_once` is set, every transfer but
+    those of lines, whose other side may come later, is waited for as soon as it has begun.
     """
 
     def __init__(
@@ -84,12 +85,17 @@ class Meter:
         for tell in found:
             tell()
 
+    @property
+    def records(self) -> bool:
+        """Whether moments are kept here and now."""
+        return self.record and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
-        if self.record:
+        if self.records:
             self._stalls.append((axis, name, begin, end))
 
     def transferred(self, axis: str, name: str, begin: Moment, end: Moment, nbytes: int) -> None:
-        if self.record:
+        if self.records:
             self._transfers.append((axis, name, begin, end, nbytes))
 
     @contextmanager
@@ -98,7 +104,7 @@ class Meter:
 
         On a GPU it is what the current stream does; one that is not the compute stream has a lane of its own.
         """
-        if not self.record:
+        if not self.records:
             yield
             return
         on_side = device.type == "cuda" and handle(device) != DEFAULT
@@ -267,7 +273,7 @@ def _start(
 
         return Handle(wait_on_host)
 
-    timed = meter.record
+    timed = meter.records
     began: Moment = 0.0
     ended: Moment = 0.0
     with On(stream) as compute:

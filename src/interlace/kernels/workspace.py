@@ -215,9 +215,9 @@ class Workspace:
         self._order.stream = stream
         self._calls += 1
         if self._calls % LOOK == 0:
-            self._look_back()
+            self.look_back()
 
-    def _look_back(self) -> None:
+    def look_back(self) -> None:
         """Raises Hang if a wait of a kernel gave up some calls ago; neither the host nor the device stops for it."""
         if self._look is not None and self._look[1].query():
             if int(self._look[0]):
@@ -305,6 +305,13 @@ def check(group: Group) -> None:
     for space in _held(group).spaces.values():
         if space._heap is not None:
             space._heap.synchronize()
+
+
+def look(group: Group) -> None:
+    """The same without waiting, of what the device had come to at the look before."""
+    for space in _held(group).spaces.values():
+        if space._heap is not None:
+            space.look_back()
 
 
 def arenas(group: Group) -> list[torch.Tensor]:

@@ -107,6 +107,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.loads: dict[str, Tensor] = {}  # layer -> what `take_loads` gives
+        self.replays = False  # whether its blocks are CUDA graphs
         self.embedding = Embedding(cfg.vocab_size, cfg.hidden_size, device=device, dtype=dtype)
         self.embedding_dropout = Dropout(cfg.dropout, "embedding")
         self.blocks = nn.ModuleList(Block(cfg, layer, device, dtype) for layer in range(cfg.num_layers))

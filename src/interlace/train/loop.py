@@ -39,6 +39,7 @@ from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
 from interlace.errors import ConfigError, NumericsError, ResourceError
 from interlace.events import Event, to_jsonl
+from interlace.models.decoder import Decoder
 from interlace.report.draw import write_loss_curve
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
@@ -97,6 +98,8 @@ def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
         world.status(step=step + 1, operation="training step")
         session.meter.at_once = folder.contention.is_serial(step)
         made = _step(session, step, folder.tells_contention(step))
+        if _replays(session):
+            _look(session)
         if under_way is not None:
             folder.report(under_way)
         under_way = made
@@ -110,6 +113,14 @@ def _train(session: Session, folder: _RunFolder, start: int) -> dict[str, Any]:
             world.status(operation="saving")
             folder.save(step + 1)
     return {"steps": session.steps, "loss": folder.last_loss}
+
+
+def _look(session: Session) -> None:
+    """Raises Hang if a wait in what graphs replay gave up, a step or two later; nothing waits for it."""
+    if session.groups["tp"].size > 1:
+        from interlace.kernels import workspace  # needs Triton
+
+        workspace.look(session.groups["tp"])
 
 
 def _settle() -> None:
@@ -390,8 +401,14 @@ class _RunFolder:
 
 
 def _tells_contention(session: Session) -> bool:
-    """A pipeline's ranks wait for each other's work; on a CPU transfers have no clock of their own."""
-    return session.world.device.type == "cuda" and session.world.size > 1 and session.cfg.plan.pp == 1
+    """A pipeline's ranks wait for each other's work; on a CPU transfers have no clock of their own; a graph replays its
+    waits where they were when it was captured."""
+    on_gpus = session.world.device.type == "cuda" and session.world.size > 1
+    return on_gpus and session.cfg.plan.pp == 1 and not _replays(session)
+
+
+def _replays(session: Session) -> bool:
+    return isinstance(session.model.module, Decoder) and session.model.module.replays
 
 
 def _load(loads_LY: torch.Tensor) -> list[float]:

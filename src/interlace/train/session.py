@@ -125,7 +125,8 @@ def build(world: World, cfg: Config) -> Session:
         ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
         axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, context.choose(cfg, cfg.plan))
         split_sequences(decoder, axis_of_cp)
-    recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile)
+    no_graphs = _no_graphs(cfg, world.device)
+    recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile, cfg.train.graphs and not no_graphs)
     here = {name for name, _ in decoder.named_parameters()}
     parameters = [parameter for parameter in spec.parameters(model_cfg) if parameter.name in here]
     parts: dict[str, Part] = {}
@@ -169,11 +170,32 @@ def build(world: World, cfg: Config) -> Session:
         made.columns_T = axis_of_cp.columns()
     if mesh.size("tp") > 1 and cfg.plan.overlap in ("auto", "fused"):
         made.table = _one_table(groups)
+    if decoder.replays and groups["tp"].size > 1:
+        from interlace.kernels import workspace  # needs Triton
+
+        workspace.count_in_memory(groups["tp"])
+    if cfg.train.graphs and no_graphs:
+        made.notes.append(f"train.graphs is left out, since {no_graphs}")
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
+
+
+def _no_graphs(cfg: Config, device: torch.device) -> str:
+    """Why blocks cannot be replayed as CUDA graphs; "" if they can."""
+    if device.type != "cuda":
+        return "there is no GPU"
+    if cfg.plan.pp > 1:
+        return "a stage of a pipeline has several micro-batches under way"
+    if cfg.model_config().num_experts:
+        return "the host reads how many rows go to each expert"
+    if cfg.plan.cp > 1:
+        return "attention over the context axis takes turns that the host counts"
+    if cfg.data.documents != "joined":
+        return "documents apart have other lengths in each step (data.documents=joined joins them)"
+    return ""
 
 
 def most_tokens(cfg: Config) -> int:

@@ -25,6 +25,7 @@ from interlace.parallel.data import DataParallel
 from interlace.parallel.stages import StagedParallel
 from interlace.train import optimizer as optimizers
 from interlace.train.data import IGNORED, Batch
+from interlace.train.recompute import begin_pass
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def forward_backward(
     labels = 0
     losses = []
     for number, batch in enumerate(micro_batches):
+        begin_pass(model.module)
         last = number == len(micro_batches) - 1
         with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
             with meter.work("compute", f"0F{number}", device):

@@ -105,6 +105,7 @@ def checked(cfg: Config) -> Config:
         precision="fp32",
         reduce_dtype="fp32",
         compile=False,
+        graphs=False,
     )
     return replace(cfg, train=train)
 
