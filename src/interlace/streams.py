@@ -1,4 +1,4 @@
-"""Which CUDA stream work goes to.
+"""Which CUDA stream work goes to, and which memory.
 
 Equals `torch.cuda.current_stream` and `torch.cuda.stream`, in a tenth of the host's time (1 us and 2 us for 6 and 20,
 docs/notes/0017-host-time.md), by the calls beneath them, which Triton and PyTorch's compiler use too.  A transfer asks
@@ -7,9 +7,14 @@ several times and changes streams twice, and a training step of a split model ha
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 _KNOWN: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -46,6 +51,32 @@ class On:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _set(self.before)
+
+
+def lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """`make()`, whose tensors on `device` may outlive any CUDA graph.
+
+    A thread that warms up or captures a graph allocates from the graph's own memory, which is written anew with each
+    replay; another thread does not.
+    """
+    if device.type != "cuda":
+        return make()
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                found.append(make())
+        except BaseException as error:  # handed on below
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="lasting")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return found[0]
 
 
 def _set(stream: torch.cuda.Stream) -> None:

@@ -44,8 +44,8 @@ class Meter:
     `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
     where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
     until `cut` takes them; a caller who never cuts turns it off.  What a CUDA graph captures is counted once, not when
-    it is replayed, and its moments, which the graph would own, are not kept.  While `at_once` is set, every transfer but
-    those of lines, whose other side may come later, is waited for as soon as it has begun.
+    it is replayed, and its moments, which the graph would own, are not kept.  While `at_once` is set, every transfer
+    but those of lines, whose other side may come later, is waited for as soon as it has begun.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ import triton
 from interlace.collectives import Group, reach
 from interlace.errors import ConfigError
 from interlace.plan import overlap
-from interlace.streams import current
+from interlace.streams import current, lasting
 from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
 from interlace.symmetric.record import GAVE_UP
@@ -154,7 +154,9 @@ class Workspace:
             else:
                 self._heap.close()
         nbytes = overlap.arena(self._bytes, self._words)
-        self._heap = SymmetricHeap(nbytes, self._process_group, self.device, TIMEOUT)
+        self._heap = lasting(
+            self.device, lambda: SymmetricHeap(nbytes, self._process_group, self.device, TIMEOUT)
+        )  # a call that warms a graph up may be the first
 
     def buffer(
         self, name: str, rank: int | None, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0

@@ -21,7 +21,7 @@ Ranges = tuple[Range, ...]
 def split(n: int, w: int, index: int) -> Range:
     """Range [start, stop) of slice `index` when n things go to w slices: the first n mod w hold one more."""
     assert w >= 1 and 0 <= index < w, f"slice {index} of {w}"
-    base, more = divmod(n, w)
+    base, more = n // w, n % w  # not divmod, which symbolic sizes lack while PyTorch's compiler traces
     start = index * base + min(index, more)
     return start, start + base + (index < more)
 

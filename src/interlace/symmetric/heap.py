@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.errors import ConfigError, Hang, ResourceError
+from interlace.streams import lasting
 from interlace.symmetric.fabric import Event, Fabric
 from interlace.symmetric.record import CLOCK, CONTEXT, GAVE_UP, HEAD, RECORD, Record
 
@@ -203,7 +204,7 @@ class SymmetricHeap:
 
     def constant(self, values: list[int]) -> torch.Tensor:
         """int64 values on this rank's device that live as long as the heap and never change."""
-        made = torch.tensor(values, dtype=torch.int64, device=self.device)
+        made = lasting(self.device, lambda: torch.tensor(values, dtype=torch.int64, device=self.device))
         self.fabric.constant(made)
         self._constants.append(made)
         return made
