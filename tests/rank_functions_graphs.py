@@ -1,4 +1,4 @@
-"""Steps whose blocks are CUDA graphs, beside the same without."""
+"""Steps of several runs, one after another in the same processes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,4 @@ def steps(world: World, configs: list[str], count: int) -> list[dict[str, Any]]:
                 session.meter.cut()
                 session.advance()
         found.append({"rows": rows, "replayed": replayed})
-        del session
-        torch._dynamo.reset()
     return found
