@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from interlace.collectives import Group, Meter
 from interlace.collectives.groups import by_key
 from interlace.errors import InterlaceError
+from interlace.layout import split
 
 Run = Callable[..., list[Any]]
 OURS, ROLES = "rank_functions_tensor", "rank_functions_roles"
@@ -157,3 +160,12 @@ def test_a_split_block_keeps_what_is_counted(run_ranks: Run) -> None:
     for rank in run_ranks(f"{OURS}:kept_by_a_block", 2):
         for name, sequence, kept, counted in rank:
             assert kept == counted, (name, sequence)
+
+
+def test_sizes_that_the_compiler_does_not_know_are_split() -> None:
+    """The last batch of an epoch is smaller, and what is compiled then has symbols in place of numbers."""
+    env = ShapeEnv()
+    rows = env.create_symintnode(env.create_symbol(15, ConstantSource("rows"), DimDynamic.DYNAMIC), hint=15)
+    for rank in range(4):
+        start, stop = split(rows, 4, rank)
+        assert (int(start), int(stop)) == split(15, 4, rank)

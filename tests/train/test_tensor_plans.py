@@ -260,13 +260,3 @@ def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
     uneven = ["model.vocab_size=265", "model.ffn_size=23", "data.sequence_length=13", "train.global_batch=3"]
     report = verify.verify(runs.config(tmp_path, plan, uneven), 2, "cuda")
     assert report.passed, "\n".join(verify.lines(report))
-
-
-def test_compiled_blocks_at_the_end_of_an_epoch(run_ranks: Run, tmp_path: Path) -> None:
-    """Its last batch is smaller: PyTorch compiles for sizes that it does not know, and splitting them is arithmetic."""
-    words = ["model.num_layers=1", "data.sequence_length=127", "train.global_batch=4", "train.optimizer=sgd"]
-    plan = "tp=2 recompute=full"
-    configs = [runs.config(tmp_path, plan, [*words, f"train.compile={on}"]).to_toml() for on in ("false", "true")]
-    for plain, compiled in run_ranks("rank_functions_graphs:steps", 2, {"configs": configs, "count": 5}):
-        for expected, found in zip(plain["rows"], compiled["rows"], strict=True):
-            assert found == pytest.approx(expected, rel=1e-5)
