@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 
-from interlace.collectives import Group, Meter, all_gather, make_groups, make_windows, reach, reduce_scatter
+from interlace.collectives import Group, Meter, add_parts, all_gather, make_groups, make_windows, reach, reduce_scatter
 from interlace.collectives import window as windows
+from interlace.collectives.ordered import add_in_order
 from interlace.errors import PeerLost, ResourceError
 from interlace.mesh import Mesh
 from interlace.world import World
@@ -48,6 +49,34 @@ def exchanges(world: World) -> int:
             expected = expected + value.bfloat16()[part].float()
         equal += torch.equal(summing.wait(), expected)
     return equal
+
+
+def rounds(world: World) -> int:
+    """`add_parts` out of a window, its sums by an `add` that has to take the own row from where it is: eight parts."""
+    group = group_of(world)
+    size, count, last = group.size, 7, 8
+    (made,) = make_windows(group, [2 * count * size])
+    sent, accumulator = made.own.view(torch.bfloat16), torch.full((count,), torch.nan)
+    parts = [torch.randn(count * size, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(last)]
+
+    def add(
+        own: torch.Tensor, rows: torch.Tensor, rank: int, target: torch.Tensor, scale: float = 1.0, /, *,
+        onto: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = rows.clone()
+        rows[rank : rank + 1] = own  # no row if this rank has none
+        return add_in_order(rows, target, first=not onto)
+
+    for start in range(0, last, size):
+        valid = min(size, last - start)
+        made.claim()
+        sent.copy_(parts[start + group.rank]) if group.rank < valid else sent.fill_(torch.nan)
+        add_parts(sent, accumulator, group, valid=valid, first=start == 0, window=made, add=add).wait()
+    whole = [part.float().view(size, count)[group.rank] for part in parts]
+    expected = whole[0]
+    for part in whole[1:]:
+        expected = expected + part
+    return int(torch.equal(accumulator, expected))
 
 
 def late_reader(world: World) -> list[float]:

@@ -18,6 +18,11 @@ def test_exchanges_equal_the_library_s_with_ranks_out_of_step(run_ranks: Run, ra
     assert run_ranks(f"{RANKS}:exchanges", ranks) == [40] * ranks
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rounds_out_of_a_window_add_up_in_one_order(run_ranks: Run, ranks: int) -> None:
+    assert run_ranks(f"{RANKS}:rounds", ranks) == [1] * ranks
+
+
 def test_a_window_is_not_written_before_everyone_has_read_it(run_ranks: Run) -> None:
     """And without the claim the late reader sees the next content: the test can fail."""
     for claimed, unclaimed in run_ranks(f"{RANKS}:late_reader", 2):

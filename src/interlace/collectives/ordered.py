@@ -13,6 +13,7 @@ reduce-scatter, 46 against 19 ms for a 4 MiB shard on 4 ranks of one machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,24 @@ from interlace.streams import On
 # As of `all_gather_single` in ops.py.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# (own part [count], parts [ranks, count], own rank, target, scale) -> target, the sum in the order of ranks; the row of
-# the own rank among the parts is not there.
-Add = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor, float], torch.Tensor]
+
+class Add(Protocol):
+    """Sums in the order of ranks; the row of the own rank is not among the parts, or nothing that may be read.
+
+    own: [count]; parts: [ranks, count]; onto: the sum goes on from what `target` holds.
+    """
+
+    def __call__(
+        self,
+        own: torch.Tensor,
+        parts: torch.Tensor,
+        rank: int,
+        target: torch.Tensor,
+        scale: float = 1.0,
+        /,
+        *,
+        onto: bool = False,
+    ) -> torch.Tensor: ...
 
 
 def reduce_scatter(
@@ -96,6 +112,7 @@ def add_parts(
     valid: int,
     first: bool,
     window: Window | None = None,
+    add: Add | None = None,
     name: str = "add_parts",
 ) -> Handle[torch.Tensor]:
     """Adds this rank's slices of `flat` of ranks 0, 1, ... valid - 1, in this order, to `accumulator`.
@@ -103,7 +120,7 @@ def add_parts(
     Equals ((accumulator + part 0) + part 1) + ...; `first`: the accumulator begins as a copy of part 0.  So calls with
     parts 0 to w - 1, w to 2 w - 1, ... of one sum give the same bits for every number w of ranks.  Ranks from `valid`
     on only take part.  flat: 1-D, contiguous, equal slices; accumulator: one slice, not in `flat`, its dtype that of
-    the sum.  `window`: see `reduce_scatter`.  Counted as a reduce-scatter.
+    the sum.  `window` and `add`: see `reduce_scatter`.  Counted as a reduce-scatter.
     """
     assert group.process_group is not None and 1 <= valid <= group.size
     assert flat.numel() == accumulator.numel() * group.size
@@ -113,9 +130,11 @@ def add_parts(
     group.meter.count("reduce_scatter", group.axis, nbytes)
 
     def launch() -> Sequence[Work]:
-        return exchange_parts(group, flat, received, window=window)
+        return exchange_parts(group, flat, received, window=window, takes_own=add is None or window is None)
 
     def finish() -> torch.Tensor:
+        if add is not None and window is not None:
+            return add(flat.split(accumulator.numel())[group.rank], parts, group.rank, accumulator, onto=not first)
         return add_in_order(parts, accumulator, first)
 
     return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)

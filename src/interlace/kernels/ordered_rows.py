@@ -5,6 +5,8 @@
     rows = received with `own` as row number `rank`
     target = ((rows[0] + rows[1]) + rows[2] + ...) * scale + bias, repeated
 
+With onto=True the sum goes on from what the target holds: ((target + rows[0]) + rows[1]) + ...
+
 The plain composition copies the own row beside the others and reads and writes the target once for each of them.
 """
 
@@ -20,14 +22,16 @@ BLOCK = 2048
 @triton.jit(do_not_specialize=["rank"])
 def _sum(
     own, received, target, bias, rank, count, scale, width,
-    RANKS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, ONTO: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     total = tl.load(own + at, mask=inside).to(tl.float32)
     if rank != 0:
         total = tl.load(received + at, mask=inside).to(tl.float32)
-    for row in range(1, RANKS):
+    if ONTO:
+        total = tl.load(target + at, mask=inside) + total
+    for row in range(1, ROWS):
         if row == rank:
             value = tl.load(own + at, mask=inside).to(tl.float32)
         else:
@@ -46,9 +50,14 @@ def sum_rows(
     target: torch.Tensor,
     scale: float = 1.0,
     bias: torch.Tensor | None = None,
+    onto: bool = False,
 ) -> torch.Tensor:
-    """own: [count]; received: [ranks, count] in the same dtype, its row `rank` not read; target: [count]."""
-    ranks, count = received.shape
+    """own: [count]; received: [rows, count] in the same dtype, its row `rank` not read; target: [count].
+
+    A rank that has no row (rank >= rows) adds only those of the others.
+    """
+    rows, count = received.shape
+    assert not onto or target.dtype == torch.float32
     assert own.dtype == received.dtype
     assert own.numel() == target.numel() == count
     assert own.is_contiguous() and received.is_contiguous() and target.is_contiguous()
@@ -56,6 +65,6 @@ def sum_rows(
         width = 1 if bias is None else bias.numel()
         _sum[(triton.cdiv(count, BLOCK),)](
             own, received, target, bias, rank, count, scale, width,
-            RANKS=ranks, BIAS=bias is not None, BLOCK=BLOCK, num_warps=8,
+            ROWS=rows, ONTO=onto, BIAS=bias is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return target

@@ -550,7 +550,9 @@ class Flat:
         (sent, window), name, accumulator = self._leaving(), f"reduce {self.name}", self._accumulator()
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
             sent, window = sent.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1), None
-        added = add_parts(sent, accumulator, self.group, valid=round.valid, first=round.first, window=window, name=name)
+        added = add_parts(
+            sent, accumulator, self.group, valid=round.valid, first=round.first, window=window, add=self.add, name=name
+        )
         holders = self.outer if self.sharded else self.group
         if not round.last or holders is None:
             self._result = accumulator
