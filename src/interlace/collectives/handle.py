@@ -88,7 +88,7 @@ class Meter:
     @property
     def records(self) -> bool:
         """Whether moments are kept here and now."""
-        return self.record and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        return self.record and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
         if self.records:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -241,10 +241,12 @@ class ExpertExchange:
 class Steps:
     """The launches of one exchange over a group's workspace, in the order in which they are to be made."""
 
-    def __init__(self, exchange: ExpertExchange, x: Tensor, tokens: int, k: int) -> None:
+    def __init__(self, exchange: ExpertExchange, x: Tensor, tokens: int, k: int, inner: int = 1) -> None:
+        """inner: features between an expert's products; of rows that are only moved any will do."""
         self.exchange, self.k, self.D, self.dtype = exchange, k, x.shape[1], x.dtype
         group = exchange.group
-        self.tuning = tuning = exchange.tuning or default_tuning(x.dtype, self.D)
+        waits = plan.waits_pay(inner, group.size, x.element_size())
+        self.tuning = tuning = exchange.tuning or replace(default_tuning(x.dtype, self.D), overlap=waits)
         self.most, self.capacity = exchange.sizes(tokens, k, tuning)
         X, W = exchange.experts, group.size
         self.space = space = workspace.of(group, "expert_exchange")
@@ -481,7 +483,7 @@ class _Exchange(torch.autograd.Function):
         kept = any(ctx.needs_input_grad)
         x, gate, up, down = (each.contiguous() for each in (x, gate, up, down))
         dtype, weights = weights.dtype, weights.float().contiguous()
-        steps = Steps(exchange, x, len(x), experts.shape[1])
+        steps = Steps(exchange, x, len(x), experts.shape[1], gate.shape[1])
         call = steps.route(experts.contiguous())
         gates, ups, hidden = steps.open(x, call, gate, up, kept)
         rows = steps.keep(call) if kept else x
@@ -501,7 +503,7 @@ class _Exchange(torch.autograd.Function):
         exchange._judge(wait=False)
         rows, gates, ups, weights, gate, up, down = ctx.saved_tensors
         dy = dy.contiguous()
-        steps = Steps(exchange, dy, ctx.call.tokens, ctx.call.k)
+        steps = Steps(exchange, dy, ctx.call.tokens, ctx.call.k, gate.shape[1])
         call = steps.again(ctx.call)
         dgates, dups, weighted, partial = steps.close(dy, weights, call, down, gates, ups)
         steps.leave([(dgates, gate), (dups, up)], True, call, partial)
