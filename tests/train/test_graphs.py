@@ -69,7 +69,7 @@ def test_a_pass_begins_only_where_blocks_are_replayed() -> None:
 def test_what_a_graph_captures_is_counted_without_moments() -> None:
     meter = Meter()
     capturing: Any = mock.patch.multiple(
-        torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True
+        torch.cuda, is_initialized=lambda: True, is_current_stream_capturing=lambda: True
     )
     with capturing, meter.work("compute", "0F0", torch.device("cpu")):
         meter.count("all_gather", "tp", 8)
