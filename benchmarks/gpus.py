@@ -80,6 +80,8 @@ ROWS = (
     step("context-documents", 60, "--documents --variants ring,gather,ulysses", "context_parallel"),
     step("pipeline-8", 200, "--model 1.2b --length 4096 --micro-batches 8 --peers --rounds 3", "pipeline"),
     step("pipeline-16", 240, "--model 1.2b --length 4096 --micro-batches 16 --peers --rounds 3", "pipeline"),
+    step("pipeline-8b-8", 300, "--model 8b --length 4096 --micro-batches 8 --peers --rounds 3", "pipeline"),
+    step("pipeline-8b-16", 300, "--model 8b --length 4096 --micro-batches 16 --peers --rounds 3", "pipeline"),
     step("audit-1.2b", 120, "--rounds 3", "exposed_audit"),
     step("audit-8b", 120, "--model 8b --sequences 1 --zero 3 --rounds 3", "exposed_audit"),
     step("data-1.2b", 150, "--rounds 4", "data_parallel"),
