@@ -53,13 +53,22 @@ class On:
         _set(self.before)
 
 
+_graphs_own_memory = False
+
+
+def expect_graphs() -> None:
+    """From here on this process may capture CUDA graphs that own memory, such as those of PyTorch's compiler."""
+    global _graphs_own_memory
+    _graphs_own_memory = True
+
+
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
     """`make()`, whose tensors on `device` may outlive any CUDA graph.
 
     A thread that warms up or captures a graph allocates from the graph's own memory, which is written anew with each
     replay; another thread does not.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not _graphs_own_memory:
         return make()
     found: list[T] = []
     raised: list[BaseException] = []

@@ -33,7 +33,7 @@ import triton
 from interlace.collectives import Group, reach
 from interlace.errors import ConfigError
 from interlace.plan import overlap
-from interlace.streams import current, lasting
+from interlace.streams import current, expect_graphs, lasting
 from interlace.symmetric import SymmetricHeap, SymmetricTensor
 from interlace.symmetric.device import barrier, next_epoch
 from interlace.symmetric.record import GAVE_UP
@@ -293,6 +293,7 @@ def count_in_memory(group: Group) -> None:
 
     Before a capture: then one call of every shape compiles and allocates what the captured one uses.
     """
+    expect_graphs()
     held = _held(group)
     held.counts_in_memory = True
     for space in held.spaces.values():
