@@ -109,8 +109,8 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
     All of the folder but the values is checked before this returns.  The iterator refuses a tensor with an element that
     is NaN or infinite; else only a failing disk can stop it.  A tied head is not among the tensors.  A `.safetensors`
     file that the index does not name is left alone, with a warning.
-    CheckpointError: a missing, damaged or cut file, a missing, foreign or wrongly shaped tensor, one that is not finite.
-    SecurityError: a path that leaves the folder, or nothing but pickled files.
+    CheckpointError: a missing, damaged or cut file, a missing, foreign or wrongly shaped tensor, or one that is not
+    finite.  SecurityError: a path that leaves the folder, or nothing but pickled files.
     """
     folder = Path(folder)
     if not _inside(folder, "config.json").is_file():
