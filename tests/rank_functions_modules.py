@@ -454,10 +454,9 @@ def frozen_later(world: World, zero: int) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), 0.01, weight_decay=0.1) for m in (reference, model)]
     for step in range(3):
         for module in (reference, model.module):
-            module.unused.requires_grad_(False)
-            module.blocks[0].up.weight.requires_grad_(step == 0)
-            for name, parameter in module.blocks[1].named_parameters():
-                parameter.requires_grad_(step == 0 and name != "frozen")
+            for name, parameter in module.named_parameters():
+                later = name == "blocks.0.up.weight" or name.startswith("blocks.1.")
+                parameter.requires_grad_("unused" not in name and "frozen" not in name and not (later and step > 0))
         reference_step(reference, step, world.size, 1)
         split_step(model, step, 1)
         norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.37)
