@@ -428,7 +428,7 @@ def _reach(place: Place, host: str, limit: float) -> None:
 def _unreached(place: Place, host: str, limit: float, error: OSError) -> str:
     """What was asked, what was found, what to change."""
     asked = f"rank {place.rank} asked for the store of rank 0 at {host}:{place.port} for {limit:g} s"
-    if host == LOOPBACK:
+    if host == LOOPBACK and place.local_size == place.size:
         return (
             f"{asked}, on this machine as all ranks are, and nothing listens there; start rank 0 with this MASTER_PORT"
         )
