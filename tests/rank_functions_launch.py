@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore
 
 import interlace
 from interlace.collectives import all_reduce
 from interlace.collectives.groups import make_groups
 from interlace.errors import CheckpointError, DataError, InterlaceError
-from interlace.launch import World, join, leave
+from interlace.launch import World, join, leave, told_to_end
 from interlace.mesh import Mesh
 from interlace.symmetric import SymmetricHeap
+from interlace.world import Process, _born
 
 
 def total(world: World, start: int = 0) -> dict[str, Any]:
@@ -154,6 +160,31 @@ def joined(rank: int, size: int, port: int, folder: str, fault: str = "") -> Non
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(report, file)
     leave()
+
+
+def told(case: str, local_rank: int, folder: str) -> None:
+    """Rank 0 of three, told to end while its main thread is where Python handles no signals; it speaks to a file.
+
+    gone: rank 1, of this machine, has ended and nobody has noticed.  quiet: it has begun to tell of its own failure.
+    """
+    os.dup2(os.open(f"{folder}/{case}-{local_rank}", os.O_WRONLY | os.O_CREAT), 2)
+    own, other = Process.own(), subprocess.Popen(["sleep", "30"])
+    peers = (own, Process(own.space, other.pid, _born(other.pid)), Process("another machine", 1, "1"))
+    world = World(0, 3, local_rank, torch.device("cpu"), HashStore(), peers=peers)
+    assert world.gone() == []
+    with told_to_end(world) as quiet:
+        if case == "gone":
+            other.kill()
+            while not world.gone():
+                time.sleep(0.01)
+        if case == "quiet":
+            quiet()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        world.status(7)
+        with world.waiting("all_reduce(gradients)"), contextlib.suppress(RuntimeError):
+            HashStore().wait(["never"], timedelta(seconds=0.5 if case == "quiet" else 20))
+        os.write(2, b"on its own\n")
+    other.kill()
 
 
 def free_port() -> int:

@@ -443,7 +443,33 @@ def own_loop(world: World) -> list[Any]:
         assert decayed.get("blocks.0.up.bias", True)
         assert not decayed.get("blocks.1.up.bias", False)
         assert decayed.get("embedding.weight", True)
+        frozen_later(world, zero)
     return [model.group.size, model.group.rank, str(model.group.device)]
+
+
+def frozen_later(world: World, zero: int) -> None:
+    """A whole unit, a matrix of another and the unused parameters: as in one process, step for step, clipping too."""
+    reference = seeded(0, lambda: Odd(2))
+    model = interlace.parallelize(seeded(world.rank, lambda: Odd(2)), zero=zero)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01, weight_decay=0.1) for m in (reference, model)]
+    for step in range(3):
+        for module in (reference, model.module):
+            for name, parameter in module.named_parameters():
+                later = name == "blocks.0.up.weight" or name.startswith("blocks.1.")
+                parameter.requires_grad_("unused" not in name and "frozen" not in name and not (later and step > 0))
+        reference_step(reference, step, world.size, 1)
+        split_step(model, step, 1)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.37)
+        assert abs(model.clip_grad_norm_(0.37).item() - norm.item()) <= 1e-9 * norm.item(), (zero, step)
+        before = model.state_dict()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        found = model.state_dict()
+        check(different(found.items(), reference.state_dict()), zero, step)
+        same = {name for name, value in found.items() if torch.equal(value, before[name])}
+        assert same >= {"unused.weight", "unused.bias"}, (zero, step)
+        assert ("blocks.0.up.weight" in same) == ("blocks.1.up.bias" in same) == (step > 0), (zero, step)
 
 
 def hybrid_loop(world: World) -> list[Any]:

@@ -217,6 +217,32 @@ def test_runs_at_once_and_those_of_torchrun_give_the_same(file: str, tmp_path: P
 
 
 @pytest.mark.ranks
+def test_of_torchruns_ranks_the_killed_one_is_named_by_those_left(file: str, tmp_path: Path) -> None:
+    """In a line of ours, however soon torchrun ends them too; and the folder keeps it."""
+    process = start(tmp_path, "train", file, "--set", "train.steps=100000", command=TORCHRUN)
+    rows, pids = tmp_path / "run" / "metrics.jsonl", dict[str, int]()
+    while process.poll() is None and not (rows.exists() and rows.stat().st_size and len(pids) == 2):
+        time.sleep(0.05)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            held = dict(each.partition("=")[::2] for each in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            pids |= {held["RANK"]: int(pid)} if "RANK" in held else {}
+    os.kill(pids["1"], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    lines = [line for line in err.splitlines() if line.startswith("interlace: rank")]
+    found = (
+        rf"interlace: rank 1 \(pid {pids['1']}\) ended without a word, as rank 0 found at step \d+ during .+ILC-3001\]"
+    )
+    told = (
+        rf"interlace: rank 0 was told to end .+ at step \d+.*; rank 1 \(pid {pids['1']}\) had ended before \[ILC-3001\]"
+    )
+    assert len(lines) == 1, err
+    assert re.fullmatch(f"{found}|{told}", lines[0]), lines
+    if "without a word" in lines[0]:
+        kept = json.loads((tmp_path / "run" / "error.json").read_text())
+        assert (kept["error"], kept["details"]["rank"]) == ("PeerLost", 1)
+
+
+@pytest.mark.ranks
 def test_more_ranks_than_memory_holds_processes(file: str) -> None:
     line = sentence(interlace("train", file, "--parallel", "dp=100000", "--set", "train.global_batch=100000"), 7)
     assert re.search(r"100000 ranks on this machine of [\d.]+ GiB free memory, .* use at most \d+ here", line)

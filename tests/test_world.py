@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +18,9 @@ from typing import Any
 import pytest
 
 from interlace import launch, world
-from interlace.errors import ConfigError, Hang, InterlaceError
+from interlace.errors import ConfigError, Hang, InterlaceError, ResourceError
 from interlace.failure import Position
-from rank_functions_launch import free_port, joined
+from rank_functions_launch import free_port, joined, told
 
 FUNCTIONS = "rank_functions_launch"
 
@@ -92,6 +95,117 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [json.loads((tmp_path / f"{rank}.json").read_text())["sum"] for rank in range(2)] == [21.0, 21.0]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(40)
+def test_a_rank_told_to_end_says_where_it_was_even_from_inside_a_wait(tmp_path: Path) -> None:
+    """One line and an end of its own; nothing where the rank has begun to tell of a failure itself."""
+    import multiprocessing
+
+    context, ends = multiprocessing.get_context("forkserver"), dict[str, tuple[str, int | None]]()
+    jobs = [("gone", 1), ("alive", 0), ("alive", 1), ("quiet", 0)]
+    processes = [context.Process(target=told, args=(*job, str(tmp_path))) for job in jobs]
+    for process in processes:
+        process.start()
+    for (case, local), process in zip(jobs, processes, strict=True):
+        process.join()
+        ends[f"{case} {local}"] = ((tmp_path / f"{case}-{local}").read_text(), process.exitcode)
+        process.close()
+    place = "interlace: rank 0 was told to end (SIGTERM) at step 7 during all_reduce(gradients); "
+    line, code = ends["gone 1"]
+    assert re.fullmatch(rf"{re.escape(place)}rank 1 \(pid \d+\) had ended before \[ILC-3001\]\n", line), line
+    assert code == 143
+    assert ends["alive 0"] == (f"{place}none of this machine had ended before [ILC-3001]\n", 143)
+    assert ends["alive 1"] == ("", 143)
+    assert ends["quiet 0"] == ("on its own\n", 0)
+
+
+def test_a_process_that_is_gone_is_no_other_of_its_number() -> None:
+    own = world.Process.own()
+    assert own.lives()
+    assert not world.Process(own.space, own.pid, "1").lives()
+    assert world.Process("", own.pid, "1").lives()  # where nothing can be seen, nothing is said
+
+
+def place(rank: int, host: str, port: int, local: int = 1) -> world.Place:
+    return world.Place(rank, 2, rank if local == 2 else 0, local, host, port)
+
+
+@pytest.mark.parametrize(
+    ("rank", "host", "local", "found", "said"),
+    [
+        (1, "127.0.0.1", 1, None, "that host answers but nothing listens on the port; start rank 0 there, or set MAST"),
+        (1, "far", 2, None, r"at 127\.0\.0\.1:\d+ for 0\.3 s, on this machine as all ranks are, and nothing listens"),
+        (1, "no.such.host.", 1, socket.gaierror(-2, "Name or service not known"), "no host of that name is known; set"),
+        (1, "10.1.2.3", 1, TimeoutError("timed out"), r"at 10\.1\.2\.3:\d+ .* no answer \(timed out\); set MASTER"),
+        (1, "10.1.2.3", 1, OSError(113, "No route to host"), r"got no answer \(No route to host\); set MASTER_ADDR"),
+        (0, "10.1.2.3", 1, ConnectionRefusedError(111, "Connection refused"), "that is another host; set MASTER_ADDR"),
+    ],
+)  # fmt: skip
+def test_an_address_where_no_store_is(
+    rank: int, host: str, local: int, found: OSError | None, said: str,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One sentence and not a word of C++: what was asked, what was found, what to change."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if found is not None:
+        error = found
+
+        def refuse(*args: object) -> None:
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(Hang, match=said) as caught:
+        world._open_store(place(rank, host, free_port(), local), 0.3)
+    assert f"rank {rank} asked for the store of rank 0 at " in caught.value.message
+    assert "\n" not in caught.value.message
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.timeout(30)
+def test_an_address_where_something_else_listens(capfd: pytest.CaptureFixture[str]) -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.1)
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError), other.accept()[0] as one:
+                    one.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(Hang, match=rf"answered at 127\.0\.0\.1:{port}, but not by the ranks' store"):
+                world._open_store(place(1, "127.0.0.1", port), 1.0)
+        finally:
+            over.set()
+            thread.join()
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
+@pytest.mark.timeout(20)
+def test_a_store_off_loopback_is_found_by_a_rank_that_comes_first() -> None:
+    port, stores = free_port(), dict[int, Any]()
+    threads = [
+        threading.Thread(
+            target=lambda rank=rank: stores.update({rank: world._open_store(place(rank, "localhost", port), 10)})
+        )
+        for rank in (1, 0)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    stores[0].set("said", "by rank 0")
+    assert stores[1].get("said") == b"by rank 0"
+    with pytest.raises(ResourceError, match=f"port {port} cannot be used .*; choose another MASTER_PORT"):
+        world._open_store(place(0, "localhost", port), 1.0)
 
 
 @pytest.mark.timeout(20)

@@ -37,7 +37,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's, but typed
 
-from interlace.errors import ConfigError, InterlaceError, ResourceError
+from interlace.errors import ConfigError, InterlaceError, PeerLost, ResourceError
 from interlace.failure import Failure, Position, compose, describe, hang
 from interlace.world import (
     LINGER,
@@ -64,6 +64,7 @@ START_LIMIT = 60.0  # seconds a local rank may take to import the target's modul
 SETTLE = 0.1  # seconds between a failure and its verdict: an earlier one may be on its way
 KILL_GRACE = 0.3  # seconds between SIGTERM and SIGKILL after a failure
 STOP_GRACE = 10.0  # the same after the launcher itself was asked to stop: ranks may want to save
+TOLD = 0.3  # seconds between a rank's answer to SIGTERM and its end, under another launcher
 POLL = 0.1  # seconds between two looks at the status files
 
 _ORDER = {"cause": 0, "timeout": 1, "consequence": 2}
@@ -137,6 +138,51 @@ def _die_with_parent() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     if connection.wait([parent.sentinel], 0):
         os._exit(1)  # it died before the kernel was told
+
+
+# --- A rank of another launcher ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def told_to_end(world: World) -> Iterator[Callable[[], None]]:
+    """While inside, SIGTERM ends this process with one line: where it was, and which rank here had ended before.
+
+    torchrun ends all others so when one is lost.  A thread of its own answers, for the main one may stand in a
+    collective where Python handles no signals.  It waits a moment before it ends the process, so that those told at the
+    same time do not take it for lost.  What is yielded is to be called when this rank fails by itself and is about to
+    say so: SIGTERM is not answered from then on.  Main thread only; elsewhere nothing happens.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield lambda: None
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    quiet = threading.Event()
+
+    def answer() -> None:
+        while got := os.read(reading, 1):
+            if got[0] == signal.SIGTERM and not quiet.is_set():
+                gone = world.gone()
+                if gone or world.local_rank == 0:
+                    first = world.named(gone) if gone else "none of this machine"
+                    told = f"interlace: rank {world.rank} was told to end (SIGTERM) {world.mark.last.where()}; {first} "
+                    with contextlib.suppress(OSError):
+                        os.write(2, f"{told}had ended before [{PeerLost.code}]\n".encode())
+                time.sleep(TOLD)
+                os._exit(128 + signal.SIGTERM)
+
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    thread = threading.Thread(target=answer, name="told to end", daemon=True)
+    thread.start()
+    try:
+        yield quiet.set
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writing)
+        thread.join()
+        os.close(reading)
 
 
 # --- Their supervisor -------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -31,6 +32,8 @@ from interlace.failure import Failure, Position, compose, describe, hang
 LOOPBACK = "127.0.0.1"
 GATHER = 0.2  # seconds ranks get to report their positions after a wait ended
 LINGER = 1.0  # seconds the cause gets to appear after a connection broke
+SELF = 10.0  # seconds rank 0 tries to reach its own store
+TRY = 5.0  # seconds for one try to connect
 
 _STATUS = struct.Struct("=Qqd?Q200sQ")  # version, step, since, waiting, waits, operation, version again
 
@@ -73,6 +76,37 @@ class Status:
         return Position(step - 1 if step else None, text, since, waiting, waits)
 
 
+@dataclass(frozen=True)
+class Process:
+    """A rank's process: the machine and its space of process ids ("" where there is no /proc), and its birth there."""
+
+    space: str
+    pid: int
+    born: str
+
+    @classmethod
+    def own(cls) -> Process:
+        try:
+            space = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:
+            return cls("", os.getpid(), "")
+        return cls(space, os.getpid(), _born(os.getpid()))
+
+    def lives(self) -> bool:
+        """Whether it still runs; of one without a space that cannot be told."""
+        return not self.space or _born(self.pid) == self.born
+
+
+def _born(pid: int) -> str:
+    """When a process began, in ticks since the machine did; "" when it has ended, also if nobody has noticed yet."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="latin-1") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZXx" else fields[19]
+
+
 @dataclass
 class World:
     """What a rank knows of its world.  `timeout` is the limit of every wait, in seconds."""
@@ -84,6 +118,13 @@ class World:
     store: Store
     timeout: float = 60.0
     mark: Status = field(default_factory=Status, repr=False)
+    peers: tuple[Process, ...] = field(default=(), repr=False)
+
+    def gone(self) -> list[int]:
+        """The ranks of this machine whose process has ended, as far as can be seen from here."""
+        own = Process.own()
+        here = ((rank, peer) for rank, peer in enumerate(self.peers) if peer.space == own.space)
+        return [rank for rank, peer in here if not peer.lives()]
 
     def status(self, step: int | None = None, operation: str | None = None) -> None:
         """Say where this rank is now (None keeps the last value).  It is not waiting for a peer."""
@@ -119,11 +160,13 @@ class World:
         """The error to show for an exception of this rank when no supervisor of ours watches (torchrun, SLURM).
 
         An own failure is put into the store; after a broken or timed-out collective the others' are looked up
-        there, so that each rank says "stopped because rank 1 failed: ..." or who stands where.
+        there, so that each rank says "stopped because rank 1 failed: ...", which rank of this machine is gone, or who
+        stands where.
         """
         failure = describe(error, self.rank, self.mark.last)
         age = time.monotonic() - failure.since  # clocks differ between hosts
         record = json.dumps({**asdict(failure), "since": age}, default=str)
+        gone: list[int] = []
         with contextlib.suppress(RuntimeError):  # the store may be gone together with the rank that held it
             if failure.kind == "cause":
                 self.store.compare_set("interlace/failure", "", record)
@@ -131,15 +174,35 @@ class World:
             self.store.set(f"interlace/position/{self.rank}", record)
             deadline = time.monotonic() + (GATHER if failure.kind == "timeout" else LINGER)
             while time.monotonic() < deadline:
+                gone = self.gone()  # before the looks at the store: they have left there what they had to say
                 if self.store.check(["interlace/failure"]):
                     first = compose(Failure(**json.loads(self.store.get("interlace/failure"))))
                     stopped = PeerLost(f"stopped because {first.message}")
                     stopped.details = {**first.details, "cause": first.to_json()}
                     return stopped
+                if gone := [rank for rank in gone if not self.store.check([f"interlace/position/{rank}"])]:
+                    return self._lost(gone)
                 time.sleep(0.02)
             if failure.kind == "timeout":
                 return hang(self._reported(), self.timeout, reported=failure.message)
-        return compose(failure)
+        gone = gone or ([] if failure.kind == "cause" else self.gone())
+        return self._lost(gone) if gone else compose(failure)
+
+    def _lost(self, gone: list[int]) -> PeerLost:
+        """The error for ranks whose processes have ended without a word."""
+        at = self.mark.last
+        error = PeerLost(
+            f"{self.named(gone)} ended without a word, as rank {self.rank} found {at.where()}; if nobody killed "
+            f"{'it' if len(gone) == 1 else 'them'}, the machine ran out of memory"
+        )
+        place = {"step": at.step, "operation": at.operation}
+        error.details = {"rank": gone[0] if len(gone) == 1 else None, "odd": gone, **place}
+        return error
+
+    def named(self, ranks: list[int]) -> str:
+        """ "rank 1 (pid 4711)" or "ranks 1 (pid 4711), 2 (pid 4712)"."""
+        words = ", ".join(f"{rank} (pid {self.peers[rank].pid})" for rank in ranks)
+        return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
     def _reported(self) -> dict[int, Position]:
         places = dict.fromkeys(range(self.size), Position(operation="something unknown (it has not reported)"))
@@ -276,40 +339,113 @@ def set_threads(local_size: int) -> None:
     torch.set_num_threads(int(first) if first.isdecimal() and int(first) else 1)
 
 
-def listen(port: int) -> int:
-    """File descriptor of a socket bound to loopback, handed to TCPStore, which by itself binds every interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+def listen(port: int, everywhere: bool = False) -> int:
+    """File descriptor of a socket bound to loopback, or to every interface, that TCPStore is to serve."""
+    both = everywhere and socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if both:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            listener.bind((LOOPBACK, port))
-            listener.listen(128)
+            listener.bind(("" if everywhere else LOOPBACK, port))
+            listener.listen(1024 if everywhere else 128)
         except (OSError, OverflowError) as error:
+            place, more = (f"port {port}", "MASTER_PORT") if everywhere else (f"port {port} on {LOOPBACK}", "")
             raise ResourceError(
-                f"port {port} on {LOOPBACK} cannot be used ({getattr(error, 'strerror', None) or error}); "
-                "choose another, or none: ranks of one machine need no port",
+                f"{place} cannot be used ({getattr(error, 'strerror', None) or error}); "
+                + (f"choose another {more}" if more else "choose another, or none: ranks of one machine need no port"),
                 port=port,
             ) from error
         return listener.detach()
 
 
-def _open_store(place: Place, timeout: float) -> Store:
-    """torchrun's store, or one held by rank 0: on loopback when all ranks are on one host."""
+def _address(place: Place) -> tuple[str, bool]:
+    """The host where the store is, and whether rank 0 holds it there; else torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     one_host = place.local_size == place.size and not agent
-    host, master = LOOPBACK if one_host else place.host, place.rank == 0 and not agent
-    listener = listen(place.port) if master and one_host else None
-    limit = timedelta(seconds=timeout)
+    return LOOPBACK if one_host else place.host, not agent
+
+
+def _open_store(place: Place, timeout: float) -> Store:
+    """torchrun's store, or one held by rank 0: on loopback when all ranks are on one host."""
+    host, held = _address(place)
+    master = place.rank == 0 and held
+    listener = listen(place.port, everywhere=host != LOOPBACK) if master else None
+    _reach(place, host, min(timeout, SELF) if master else timeout)
     try:
-        store = TCPStore(host, place.port, None, master, limit, False, False, listener)
+        with _quiet_if_it_fails():
+            store = TCPStore(host, place.port, None, master, timedelta(seconds=timeout), False, False, listener)
     except RuntimeError as error:
-        if master:
-            raise ResourceError(f"port {place.port} cannot be opened: {error}", port=place.port) from error
         raise Hang(
-            f"rank {place.rank} found no store at {host}:{place.port} within {timeout:g} s: is rank 0 there?",
+            f"rank {place.rank} was answered at {host}:{place.port}, but not by the ranks' store, for {timeout:g} s; "
+            "set MASTER_ADDR and MASTER_PORT to rank 0's host and a port of its own",
             rank=place.rank,
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"interlace/attempt{attempt}", store)
+
+
+@contextlib.contextmanager
+def _quiet_if_it_fails() -> Iterator[None]:
+    """Keeps what is written to standard error meanwhile, and drops it after a RuntimeError: C++ tells it again in
+    pages of stack."""
+    try:
+        before = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    with tempfile.TemporaryFile() as kept:
+        os.dup2(kept.fileno(), 2)
+        dropped = False
+        try:
+            yield
+        except RuntimeError:
+            dropped = True
+            raise
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            if not dropped and (words := kept.read()):
+                os.write(2, words)
+
+
+def _reach(place: Place, host: str, limit: float) -> None:
+    """Returns once something listens at the store's address; TCPStore says why it does not in pages of C++."""
+    deadline, pause = time.monotonic() + limit, 0.02
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((host, place.port), min(left, TRY)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + pause > deadline:
+                raise Hang(_unreached(place, host, limit, error), rank=place.rank, host=host, port=place.port) from None
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
+def _unreached(place: Place, host: str, limit: float, error: OSError) -> str:
+    """What was asked, what was found, what to change."""
+    asked = f"rank {place.rank} asked for the store of rank 0 at {host}:{place.port} for {limit:g} s"
+    if host == LOOPBACK and place.local_size == place.size:
+        return (
+            f"{asked}, on this machine as all ranks are, and nothing listens there; start rank 0 with this MASTER_PORT"
+        )
+    if place.rank == 0 and isinstance(error, ConnectionRefusedError):
+        return f"{asked}, and that is another host; set MASTER_ADDR to a name or address of the host of rank 0"
+    if isinstance(error, socket.gaierror):
+        return f"{asked}, and no host of that name is known; set MASTER_ADDR to the name or address of rank 0's host"
+    if isinstance(error, ConnectionRefusedError):
+        return (
+            f"{asked}, and that host answers but nothing listens on the port; start rank 0 there, or set MASTER_ADDR "
+            "and MASTER_PORT to where it is"
+        )
+    reason = "timed out" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    return (
+        f"{asked}, and got no answer ({reason}); set MASTER_ADDR to the name or address of rank 0's host, or open the "
+        "port between the hosts"
+    )
 
 
 def connect(store: Store, place: Place, device: torch.device, arrival: float, timeout: float, status: Status) -> World:
@@ -322,7 +458,7 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     world = World(place.rank, place.size, place.local_rank, device, store, timeout, status)
     store.set_timeout(timedelta(seconds=timeout))
     world.status(operation="joining the other ranks")
-    arrive(world, arrival)
+    arrive(world, arrival, f" at {_address(place)[0]}:{place.port}" if place.port else "")
     with world.waiting("opening the process group"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -335,13 +471,17 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     return world
 
 
-def arrive(world: World, limit: float) -> None:
-    """Every rank signs in once; rank 0 compares and publishes its verdict, which all ranks act on alike."""
+def arrive(world: World, limit: float, where: str = "") -> None:
+    """Every rank signs in once; rank 0 compares and publishes its verdict, which all ranks act on alike.
+
+    where: of the store, in words.
+    """
     store, deadline = world.store, time.monotonic() + limit
     gpu = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else ""
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
     mine = {"WORLD_SIZE": world.size, "job": job, "torch": torch.__version__}
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "gpu": gpu, "time": time.time_ns()}
+    own = Process.own()
+    me = {"host": socket.gethostname(), **asdict(own), "gpu": gpu, "time": time.time_ns()}
     record = json.dumps({**mine, **me})
     held = store.compare_set(f"interlace/here/{world.rank}", "", record).decode()
     if held != record:
@@ -370,12 +510,15 @@ def arrive(world: World, limit: float) -> None:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         missing = [] if wrong else [rank for rank in range(world.size) if rank not in arrived]
-        store.set("interlace/verdict", json.dumps({"size": world.size, "wrong": wrong, "missing": missing}))
+        peers = [[other[key] for key in asdict(own)] for _, other in sorted(arrived.items())]
+        store.set(
+            "interlace/verdict", json.dumps({"size": world.size, "wrong": wrong, "missing": missing, "peers": peers})
+        )
     else:
         try:
             store.wait(["interlace/verdict"], timedelta(seconds=limit + 1))
         except RuntimeError as error:
-            raise Hang(f"rank 0 did not arrive within {limit:g} s", rank=0) from error
+            raise Hang(f"rank 0 did not arrive{where} within {limit:g} s", rank=0) from error
     verdict = json.loads(store.get("interlace/verdict"))
     if world.rank >= verdict["size"] or world.size != verdict["size"]:
         verdict["wrong"] = f"WORLD_SIZE is {verdict['size']} on rank 0 but {world.size} on rank {world.rank}"
@@ -383,6 +526,7 @@ def arrive(world: World, limit: float) -> None:
         raise ConfigError(f"the ranks disagree: {verdict['wrong']}")
     if verdict["missing"]:
         raise Hang(
-            f"ranks missing: {verdict['missing']} of {world.size} did not arrive within {limit:g} s",
+            f"ranks missing: {verdict['missing']} of {world.size} did not arrive{where} within {limit:g} s",
             odd=verdict["missing"],
         )
+    world.peers = tuple(Process(*peer) for peer in verdict["peers"])

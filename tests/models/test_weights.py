@@ -513,6 +513,49 @@ def test_a_stored_head_of_a_tied_model_must_be_the_embedding(tmp_path):
         load_hf(tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((float("nan"),), "1 are not finite (1 NaN)"),
+        ((float("-inf"), float("inf")), "2 are not finite (2 infinite)"),
+        ((float("inf"), float("nan"), float("nan")), "3 are not finite (2 NaN and 1 infinite)"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_values_that_are_not_finite_are_refused_by_tensor_and_count(dtype, values, said, tmp_path):
+    """In a weight, a norm, an expert's matrix that is not the first, and a buffer; the largest number is one."""
+    save_theirs(theirs("dots1").to(dtype), tmp_path)
+    largest = torch.finfo(dtype).max
+    rewrite(tmp_path, SINGLE, lambda tensors: tensors["model.norm.weight"].fill_(largest))
+    good = load_file(tmp_path / SINGLE)
+    assert dict(load_hf(tmp_path)[1])["head.norm.weight"].eq(largest).all()
+    for name in (
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.1.mlp.experts.4.down_proj.weight",
+        "model.layers.0.mlp.gate.e_score_correction_bias",
+    ):
+        bad = {name: tensor.clone() for name, tensor in good.items()}
+        bad[name].view(-1)[-len(values) :] = torch.tensor(values)
+        save_file(bad, tmp_path / SINGLE)
+        with pytest.raises(CheckpointError) as error:
+            dict(load_hf(tmp_path)[1])
+        assert f"{tmp_path / SINGLE}: of the {good[name].numel():,} elements of {name}, {said}: " in str(error.value)
+        assert error.value.details == {"tensor": name, "not_finite": len(values)}
+
+
+def test_a_tied_head_that_is_not_finite_is_no_different_head(tmp_path):
+    saved(tmp_path / "m", ModelConfig(11, 8, 1, 2, 1, 4, 12, tie_embeddings=True), max_shard_bytes=1 << 20)
+
+    def break_both(tensors):
+        tensors["model.embed_tokens.weight"][3, 5] = float("nan")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    rewrite(tmp_path / "m", SINGLE, break_both)
+    with pytest.raises(CheckpointError, match=r"of the 88 elements of model\.embed_tokens\.weight, 1 are not finite"):
+        load_hf(tmp_path / "m")
+
+
 def test_buffers_of_old_writers_are_let_pass(tmp_path):
     saved(tmp_path / "m", max_shard_bytes=1 << 20)
     rewrite(

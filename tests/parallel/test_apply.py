@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +61,70 @@ def test_frozen_before_and_after(zero: int) -> None:
     model.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"0\.weight was frozen when its module was wrapped"):
         model(x)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("first", [0, 2])
+def test_frozen_later_is_left_alone_as_in_plain_pytorch(name: str, first: int) -> None:
+    """A matrix beside others in one flat weight, and all biases; from step `first` on, whose momentum is not zero then.
+
+    Thawed again they go on as in plain PyTorch, but for Adam's, which counts steps of the whole.
+    """
+    plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = interlace.parallelize(copy.deepcopy(plain), zero=2)
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (model, plain)]
+    chosen = ("2.weight", "0.bias", "2.bias", "4.bias")
+    for step in range(7 if "adam" not in name else 5):
+        for module in (model.module, plain):
+            for key, parameter in module.named_parameters():
+                parameter.requires_grad_(key not in chosen or not first <= step < 5)
+        frozen = {key: model.state_dict()[key] for key in chosen}
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            m(x).square().mean().backward()
+            if m is model:
+                assert len(dict(m.whole_gradients())) == (2 if first <= step < 5 else 6)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = model.state_dict()
+        for key, value in plain.state_dict().items():
+            assert torch.allclose(found[key], value, rtol=1e-5, atol=1e-6), (step, key)
+            assert key not in frozen or torch.equal(found[key], frozen[key]) == (first <= step < 5), (step, key)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_frozen_between_backward_and_step() -> None:
+    """In plain PyTorch, too, a gradient that is there already is applied; here frozen is frozen from now on."""
+    model = interlace.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    before = model.state_dict()
+    model(torch.ones(2, 5)).sum().backward()
+    model.module[1].requires_grad_(False)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"0.weight", "0.bias"}
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_wrapped_module_is_let_go() -> None:
+    from torch.optim import optimizer as of
+
+    hooks = len(of._global_optimizer_pre_hooks), len(of._global_optimizer_post_hooks)
+    model = interlace.parallelize(nn.Linear(3, 2))
+    model.postpone(functools.partial(lambda model, leaves, copies: model.settle(), model))  # holds the model
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert (len(of._global_optimizer_pre_hooks), len(of._global_optimizer_post_hooks)) == hooks
 
 
 @pytest.mark.usefixtures("_alone")

@@ -118,6 +118,25 @@ def test_a_run_that_goes_on_may_be_read(run: Path) -> None:
     assert result.exit_code == 0
 
 
+def test_traces_in_a_run_folder_are_told_of(run: Path) -> None:
+    """Its events are read; the note's own command reads the others, and them alone."""
+    assert "was left" not in interlace("report", str(run)).output
+    for rank in (0, 1):
+        Path(run, f"rank{rank}.trace.json").write_text(json.dumps(ranked(rank, kernel(GEMM, 0, 60))))
+        said = interlace("report", str(run), "--json")
+        assert json.loads(said.stdout)["step"] == "step 3"
+        (note,) = json.loads(said.stdout)["notes"]
+        left = ("rank0.trace.json was", "rank0.trace.json and 1 more were")[rank]
+        assert note.startswith(f"events.jsonl was read, {left} left: ")
+        command = note.partition(": interlace ")[2].removesuffix(" reads traces").split()
+        paths = [str(path) for path in sorted(Path().glob(str(Path(command[1]).relative_to(Path.cwd()))))]
+        assert len(json.loads(interlace(command[0], *paths, "--json").stdout)["ranks"]) == rank + 1
+    assert interlace("report", str(run)).output.count("note: events.jsonl was read, rank0.trace.json and 1 more") == 1
+    Path(run, "events.jsonl").write_text("")
+    line = sentence(interlace("report", str(run)), 2)
+    assert "holds no events yet: wait for the first step, or read the traces beside it with interlace report" in line
+
+
 def test_a_run_without_its_file_or_with_few_ranks_still_has_a_ledger(run: Path) -> None:
     events = [event for event in steps() if event.rank == 0]
     write_jsonl(run / "events.jsonl", events)

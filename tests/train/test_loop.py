@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import runs
 from interlace import spec
@@ -22,7 +23,7 @@ from interlace.config import Config, loads
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, PeerLost, ResourceError
 from interlace.events import read_jsonl
 from interlace.models.decoder import Decoder
-from interlace.models.weights import load_hf
+from interlace.models.weights import SINGLE, load_hf
 from interlace.report.ledger import SECOND, ledgers
 from interlace.train import export, loop
 from interlace.train.data import Dataset
@@ -297,6 +298,18 @@ def test_a_hugging_face_folder_gives_weights_or_only_sizes(tmp_path: Path) -> No
         file.unlink()
     sizes = replace(again, run=replace(again.run, out=str(tmp_path / "sizes")))
     assert train(sizes)[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_no_run_starts_from_weights_that_are_not_finite(tmp_path: Path) -> None:
+    """Where no token meets them, no loss would tell."""
+    train(cfg := runs.config(tmp_path, "dp=1", ["train.steps=1"]))
+    export.export(cfg.run.out, tmp_path / "hf", "fp32")
+    tensors = load_file(tmp_path / "hf" / SINGLE)
+    tensors["model.embed_tokens.weight"][255, 3:5] = math.nan  # of a byte that is in no text
+    save_file(tensors, tmp_path / "hf" / SINGLE)
+    text = runs.toml(tmp_path, out="from").split("[parallel]")[1]
+    with pytest.raises(CheckpointError, match=r"elements of model\.embed_tokens\.weight, 2 are not finite \(2 NaN\)"):
+        train(loads(f'[model]\nfrom = "{tmp_path}/hf"\n[parallel]{text}'))
 
 
 def test_sizes_beside_a_folder_with_weights_are_refused(tmp_path: Path) -> None:

@@ -68,15 +68,17 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
     from interlace.train.loop import run as rank_run
 
     world = launch.join(cfg.run.timeout, device)
-    try:
-        rank_run(world, **argument)
-    except Exception as error:
-        said = world.explain(error)
-        if world.rank > 0 and "cause" in said.details:
-            raise typer.Exit(said.details["cause"]["exit_code"]) from None  # the rank at fault speaks, and rank 0
-        raise said from error
-    finally:
-        launch.leave()
+    with launch.told_to_end(world) as speaks_for_itself:
+        try:
+            rank_run(world, **argument)
+        except Exception as error:
+            speaks_for_itself()
+            said = world.explain(error)
+            if world.rank > 0 and "cause" in said.details:
+                raise typer.Exit(said.details["cause"]["exit_code"]) from None  # the rank at fault speaks, and rank 0
+            raise said from error
+        finally:
+            launch.leave()
 
 
 @app.command()

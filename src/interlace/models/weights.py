@@ -1,8 +1,9 @@
 """Weights from and to a Hugging Face folder, of every model type that `hf_config` knows; safetensors only.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`.  Everything
-that can be wrong with it is found before the first tensor is handed out, and named by file and tensor: a model is
-loaded whole or not touched.  Pickled files (`.bin`, `.pt`) are never opened.
+that can be wrong with its files, names, shapes and dtypes is found before the first tensor is handed out; values that
+are not finite as their tensor is read.  Both are named by file and tensor.  Pickled files (`.bin`, `.pt`) are never
+opened.
 
 Our names and theirs differ; shapes differ only for experts, one matrix each there and stacked [X N M] here.  Rotary
 features are in the order of Hugging Face on both sides.
@@ -105,10 +106,11 @@ def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
 def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
     """The configuration, and (our name, tensor on the CPU in its stored dtype) in the model's order.
 
-    All of the folder is checked before this returns; afterwards only a failing disk can stop the iterator.  A tied
-    head is not among the tensors.  A `.safetensors` file that the index does not name is left alone, with a warning.
-    CheckpointError: a missing, damaged or cut file, a missing, foreign or wrongly shaped tensor.  SecurityError: a path
-    that leaves the folder, or nothing but pickled files.
+    All of the folder but the values is checked before this returns.  The iterator refuses a tensor with an element that
+    is NaN or infinite; else only a failing disk can stop it.  A tied head is not among the tensors.  A `.safetensors`
+    file that the index does not name is left alone, with a warning.
+    CheckpointError: a missing, damaged or cut file, a missing, foreign or wrongly shaped tensor, or one that is not
+    finite.  SecurityError: a path that leaves the folder, or nothing but pickled files.
     """
     folder = Path(folder)
     if not _inside(folder, "config.json").is_file():
@@ -121,7 +123,7 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parts in hf_names(cfg).items():
-            loaded = [shards[place[part]].get_tensor(part) for part in parts]
+            loaded = [_finite(folder / place[part], part, shards[place[part]]) for part in parts]
             yield name, torch.stack(loaded) if name in stacked else loaded[0]
 
     return cfg, tensors()
@@ -211,8 +213,11 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
         where = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
         raise CheckpointError(f"{where} lacks {_some(missing)}, which config.json asks for")
     if cfg.tie_embeddings and "lm_head.weight" in place:
-        embedding = shards[place["model.embed_tokens.weight"]].get_tensor("model.embed_tokens.weight")
-        if not torch.equal(shards[place["lm_head.weight"]].get_tensor("lm_head.weight"), embedding):
+        embedding, head = (
+            _finite(folder / place[name], name, shards[place[name]])
+            for name in ("model.embed_tokens.weight", "lm_head.weight")
+        )
+        if not torch.equal(head, embedding):
             raise CheckpointError(
                 f"{folder / place['lm_head.weight']}: lm_head.weight differs from model.embed_tokens.weight, but "
                 "config.json ties them: set tie_word_embeddings to false if the head is its own"
@@ -237,6 +242,25 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
             raise CheckpointError(
                 f"{folder / place[name]}: {name} is stored as {view.get_dtype()}, known are {', '.join(FLOATS)}"
             )
+
+
+def _finite(path: Path, name: str, shard: Any) -> Tensor:
+    """A tensor of an open shard, refused unless all of its elements are finite.
+
+    NaN and infinity show in the least or the greatest element: one pass at the memory's speed, where `isfinite` takes
+    twenty times as long.
+    """
+    tensor: Tensor = shard.get_tensor(name)
+    if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+        nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        kinds = " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count)
+        raise CheckpointError(
+            f"{path}: of the {tensor.numel():,} elements of {name}, {nan + infinite:,} are not finite ({kinds}): fetch "
+            "the file again, or take weights from before the run that wrote them diverged",
+            tensor=name,
+            not_finite=nan + infinite,
+        )
+    return tensor
 
 
 def _some(names: Iterable[str]) -> str:

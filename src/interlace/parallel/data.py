@@ -25,6 +25,7 @@ micro-batch): a static property too.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,8 +36,8 @@ from torch import nn
 
 from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
 from interlace.errors import ConfigError, ResourceError
+from interlace.parallel import frozen, owed
 from interlace.parallel import norm as norms
-from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Materialise, Member, Placement, Round, Slot, Update, choose_slots, leave_meta
 from interlace.parallel.part import Part
 from interlace.parallel.state import digest, load_state, whole_state
@@ -77,9 +78,10 @@ class DataParallel(nn.Module):
             summed over these ranks alone (and divided by the number of all), and ZeRO splits them over these.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
-    optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  The module's own
-    parameters are views that read as NaN where they are not gathered; `state_dict` and `whole_parameters` give whole
-    ones.  Buffers are rank 0's at the start and each rank's own from then on.
+    optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  Parameters frozen
+    since the module was wrapped keep their values, whatever the optimizer does.  The module's own parameters are views
+    that read as NaN where they are not gathered; `state_dict` and `whole_parameters` give whole ones.  Buffers are rank
+    0's at the start and each rank's own from then on.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class DataParallel(nn.Module):
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
         self._register_hooks()
+        weakref.finalize(self, frozen.keep(self._trainable))
         for flat in self.flats:
             if flat.slot is None:
                 flat.point(flat.main)
@@ -289,9 +292,9 @@ class DataParallel(nn.Module):
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trainable parameter's reduced gradient in full, after a backward pass.  Collective."""
-        for flat in self.flats:
-            if flat.trainable:
-                yield from flat.whole(flat.gradient())
+        for flat in self._trainable:
+            trained = {member.name for member in flat.members if member.parameter.requires_grad}
+            yield from (named for named in flat.whole(flat.gradient()) if named[0] in trained)
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of the gradient elements that this rank has to count: fp64, [1].
@@ -377,7 +380,8 @@ class DataParallel(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> DataParallel:
-        """Of the module's parameters.  Those frozen now get zeros as gradients, and no update without weight decay."""
+        """Of the module's parameters.  Those frozen now get no gradient and stay what they are until they are thawed;
+        those that were frozen when the module was wrapped have to stay so."""
         self.module.requires_grad_(requires_grad)
         return self
 

@@ -18,7 +18,8 @@ What a rank holds of a run of n elements in w ranks, in elements (ZeRO, arXiv 19
 Gradients of such a pass travel as they arose, in bf16 say, and are added up in fp32: the sum of the same numbers as if
 each had been widened first, with half the bytes on the wire and in memory.  Several passes add up in fp32 first.
 
-Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.
+Frozen parameters have no main weights and no gradients: they are whole on every rank, and sharded under zero=3.  Those
+that were frozen later keep their place in the run; `parallel.frozen` keeps their values.
 
 Tried and dropped: one shard per parameter (as FSDP2).  It needs a copy out of the gathered buffer for each gather, an
 extra read and write of every weight, twice a step.
@@ -585,7 +586,20 @@ class Flat:
     def _hand_out(self, held: torch.Tensor) -> None:
         begin = self.held[0]
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):
-            leaf.grad = held[start - begin : start - begin + leaf.numel()] if leaf.requires_grad else None
+            trained = leaf.requires_grad and not self.frozen(leaf, start)[1]
+            leaf.grad = held[start - begin : start - begin + leaf.numel()] if trained else None
+
+    def frozen(self, leaf: nn.Parameter, start: int) -> tuple[list[slice], bool]:
+        """Which elements of a leaf, the run's from `start` on, are of parameters that were frozen after the run was
+        built, and whether nothing but padding is left."""
+        found, whole = [], True
+        for member in self.members:
+            low, high = max(member.offset - start, 0), min(member.offset + member.numel - start, leaf.numel())
+            if low < high and not member.parameter.requires_grad:
+                found.append(slice(low, high))
+            elif low < high:
+                whole = False
+        return found, whole and bool(found)
 
     def adopt(self, reduced: torch.Tensor) -> None:
         """Takes a gradient of the held elements that was reduced elsewhere, and hands it to the leaves."""

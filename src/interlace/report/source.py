@@ -51,7 +51,7 @@ class Source:
         if first.is_dir() and (first / "events.jsonl").exists():
             return _run_folder(first)
         if first.is_dir():
-            places = sorted([*first.glob("*.trace.json"), *first.glob("*.trace.json.gz")])
+            places = _traces_in(first)
             if not places:
                 raise DataError(
                     f"{first}: neither events.jsonl nor traces (*.trace.json, *.trace.json.gz) are in it: give a run "
@@ -76,8 +76,22 @@ class Source:
         return chosen
 
 
+def _traces_in(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.trace.json"), *folder.glob("*.trace.json.gz")])
+
+
 def _run_folder(folder: Path) -> Source:
+    """Of its events alone; traces beside them are told of, for they have another clock and other names of steps."""
     events, notes = _whole_lines(folder / "events.jsonl")
+    if left := _traces_in(folder):
+        those = f"{left[0].name} and {len(left) - 1} more were" if len(left) > 1 else f"{left[0].name} was"
+        notes.insert(0, f"events.jsonl was read, {those} left: interlace report {folder}/*.trace.json* reads traces")
+    if not events and left:
+        raise DataError(
+            f"{folder / 'events.jsonl'}: holds no events yet: wait for the first step, or read the traces beside it "
+            f"with interlace report {folder}/*.trace.json*",
+            file=str(folder / "events.jsonl"),
+        )
     found = Source(str(folder), _some(events, folder / "events.jsonl"), notes=notes)
     parts = [f"{len({event.rank for event in events})} ranks"]
     with contextlib.suppress(OSError):
