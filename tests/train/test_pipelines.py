@@ -12,7 +12,7 @@ from test_verify import explain, prove
 import runs
 from interlace import spec
 from interlace.checkpoint import Reader
-from interlace.schedule import generate
+from interlace.schedule import generate, lower
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
@@ -38,6 +38,7 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
         ("dp=2 pp=2 zero=1 schedule=v-half micro_batches=2", ["model.num_layers=4", "model.mlp_bias=true"], "none"),
         ("dp=2 pp=2 zero=3 micro_batches=2", [], "never_freed"),
         ("dp=2 pp=2 zero=3 schedule=zbv micro_batches=3", ["model.num_layers=4", *TIED, *MIXED], "one_stage_at_a_time"),
+        ("dp=2 pp=2 zero=3 schedule=OWN micro_batches=3", ["model.num_layers=4", "train.global_batch=7"], "none"),
         ("tp=2 pp=2 micro_batches=3", [*TIED, *MIXED], "none"),
         ("tp=2 pp=2 sequence=off schedule=zbv micro_batches=2 recompute=full", ["model.num_layers=4"], "none"),
         ("dp=2 pp=2 zero=0", [*TIED, *MIXED, "run.reproducible=plan"], "none"),
@@ -48,7 +49,10 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
 
 @pytest.mark.parametrize("ranks", PLANS)
 def test_pipelines_equal_one_process(ranks: int, run_ranks: Run, tmp_path: Path) -> None:
-    jobs = [(runs.config(tmp_path, plan, words), fault) for plan, words, fault in PLANS[ranks]]
+    own = tmp_path / "own.csv"  # gathers a stage each time that it comes back to it
+    own.write_text(lower(generate("zbv", 2, 3), 3, keep=1).to_csv())
+    plans = [(plan.replace("OWN", str(own)), words, fault) for plan, words, fault in PLANS[ranks]]
+    jobs = [(runs.config(tmp_path, plan, words), fault) for plan, words, fault in plans]
     for (cfg, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
         assert report.passed == (fault == "none"), f"{cfg.plan} {fault}\n{explain(report)}"
         if fault in ("never_freed", "one_stage_at_a_time"):
