@@ -342,6 +342,24 @@ def test_refusals_of_a_plan(text: str, sentence: str) -> None:
     assert caught.value.message.startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("schedule=ZBV", "found ZBV: nearest is zbv"),
+        ("schedule=GPipe", "nearest is gpipe"),
+        ("schedule=DualPipe", "nearest is dualpipev"),
+        ("schedule=Interleaved1F1B", "nearest is interleaved"),
+        ("schedule=ZBVZeroBubble", "nearest is zbv"),
+        ("schedule=looped", "nearest is 1f1b"),
+        ("Micro_Batches=2", "did you mean micro_batches?"),
+    ],
+)
+def test_names_of_other_programs_and_in_other_case_are_understood(text: str, nearest: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        ParallelPlan.parse(text)
+    assert caught.value.message.endswith(nearest)
+
+
 words = st.one_of(
     st.tuples(
         st.sampled_from([field.name for field in dataclasses.fields(ParallelPlan)] + ["", "dP"]),

@@ -100,6 +100,8 @@ def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: s
             "asks for layers=3/6, found 2 stages of a layer or more and 8 layers",
             '"pp=2"',
         ),
+        ("dp=2 schedule=zbv", "pp", "asks for schedule=zbv without a pipeline (pp=1)", '"dp=2"'),
+        ("dp=2 schedule=own.csv", "pp", "asks for schedule=own.csv without a pipeline (pp=1)", '"dp=2"'),
         ("pp=5 schedule=zbv", "pp", "asks for pp=5 chunks=2, found 8 layers for 10 stages", '"pp=5"'),
         ("cp=64", "cp", "asks for cp=64, found 64 positions for 128 slices", '"dp=2 cp=32"'),
         ("dp=2 ep=2", "ep", "asks for ep=2, and the model has no experts", '"dp=2"'),

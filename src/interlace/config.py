@@ -93,7 +93,8 @@ class ParallelPlan(Section):
         super().__post_init__()
         is_file = self.schedule.endswith(".csv") and not re.search(r"\s", self.schedule)
         if self.schedule not in SCHEDULES and not is_file:
-            near = nearest(self.schedule, SCHEDULES) or "1f1b"
+            within = (name for name in SCHEDULES if name in self.schedule.lower())
+            near = nearest(self.schedule, SCHEDULES) or next(within, "1f1b")
             raise PlanError(
                 f"schedule must be one of {', '.join(SCHEDULES)} or a .csv file without spaces in its name, "
                 f"found {self.schedule}: nearest is {near}"

@@ -92,9 +92,10 @@ class SecurityError(InterlaceError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word closest to a misspelt one, or None when nothing is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return close[0] if close else None
+    """The known word closest to a misspelt one, whatever its case, or None when nothing is close."""
+    lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), list(lower), n=1, cutoff=0.5)
+    return lower[close[0]] if close else None
 
 
 def _plain(value: Any) -> Any:

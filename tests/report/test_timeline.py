@@ -9,8 +9,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from interlace.events import Event
+from interlace.plan.simulate import Costs, simulate
 from interlace.report.ledger import Ledger, ledgers
-from interlace.report.timeline import LEFT, MOST_RANKS, RIGHT, Scene, timeline
+from interlace.report.timeline import LEFT, MOST_RANKS, RIGHT, Scene, held, timeline
+from interlace.schedule import generate, validate
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDE = RIGHT - LEFT
@@ -185,6 +187,42 @@ def test_memory_is_drawn_on_the_scale_of_time() -> None:
     low, high, end = (y for _, y in points)
     assert (low - end) / (low - high) == pytest.approx(1 / 3, abs=0.01)
     assert "3 GiB" in picture.texts
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "dualpipev"])
+def test_micro_batches_held_are_those_that_the_table_says(name: str) -> None:
+    """Over time, and at most as many as `validate` has said: for a simulated step, in micro-batches of all stages."""
+    table = generate(name, 3, 5, 2 if name == "interleaved" else 1)
+    chunks = table.stages // table.ranks
+    events = simulate(table, Costs.even(table.stages, 1.0, 1.0, 1.0))
+    for rank, most in enumerate(validate(table).ranks):
+        points = held(event for event in events if event.rank == rank)
+        assert max(count for _, count in points) == most / chunks
+        assert points[-1][1] == 0
+    picture = Picture(timeline([scene(events)]))
+    lines = [node for node in picture.root.iter(f"{SVG}path") if node.get("class") == "memory"]
+    assert len(lines) == table.ranks
+    assert f"micro-batches, at most {', '.join(f'{n / chunks:.3g}' for n in validate(table).ranks)}" in picture.texts
+
+
+def test_the_line_of_what_is_held_steps_where_the_events_do() -> None:
+    """gpipe of two micro-batches: rank 1 begins at 1 of 8 seconds, holds 2 from 2 to 5, and none from 7 on."""
+    events = simulate(generate("gpipe", 2, 2), Costs.even(2, 1.0, 1.0, 1.0))
+    picture = Picture(timeline([scene(events)]))
+    end = max(event.end for event in events)
+    line = [node.get("d", "") for node in picture.root.iter(f"{SVG}path") if node.get("class") == "memory"][1]
+    steps = re.findall(r"H(\d+)V([\d.]+)V([\d.]+)", line)
+    low = float(line.partition("H")[0].split()[1])
+    found = [(round((int(x) - LEFT) / WIDE * end, 1), round((low - float(y)) / 20)) for x, _, y in steps]
+    assert found == [(1.0, 1), (2.0, 2), (5.0, 1), (7.0, 0)]
+
+
+def test_without_a_pipeline_nothing_is_said_of_what_is_held() -> None:
+    picture = Picture(timeline([scene(schedule(1, 4))]))
+    assert "held" not in picture.texts
+    measured = Picture(timeline([scene(schedule(2, 4), memory={0: [(0.0, 1e9), (1.0, 2e9)]})]))
+    assert "memory" in measured.texts
+    assert "held" not in measured.texts
 
 
 def test_nothing_at_all() -> None:

@@ -12,6 +12,7 @@ from test_verify import explain, prove
 import runs
 from interlace import spec
 from interlace.checkpoint import Reader
+from interlace.schedule import generate, lower
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
@@ -37,6 +38,7 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
         ("dp=2 pp=2 zero=1 schedule=v-half micro_batches=2", ["model.num_layers=4", "model.mlp_bias=true"], "none"),
         ("dp=2 pp=2 zero=3 micro_batches=2", [], "never_freed"),
         ("dp=2 pp=2 zero=3 schedule=zbv micro_batches=3", ["model.num_layers=4", *TIED, *MIXED], "one_stage_at_a_time"),
+        ("dp=2 pp=2 zero=3 schedule=OWN micro_batches=3", ["model.num_layers=4", "train.global_batch=7"], "none"),
         ("tp=2 pp=2 micro_batches=3", [*TIED, *MIXED], "none"),
         ("tp=2 pp=2 sequence=off schedule=zbv micro_batches=2 recompute=full", ["model.num_layers=4"], "none"),
         ("dp=2 pp=2 zero=0", [*TIED, *MIXED, "run.reproducible=plan"], "none"),
@@ -47,7 +49,10 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
 
 @pytest.mark.parametrize("ranks", PLANS)
 def test_pipelines_equal_one_process(ranks: int, run_ranks: Run, tmp_path: Path) -> None:
-    jobs = [(runs.config(tmp_path, plan, words), fault) for plan, words, fault in PLANS[ranks]]
+    own = tmp_path / "own.csv"  # gathers a stage each time that it comes back to it
+    own.write_text(lower(generate("zbv", 2, 3), 3, keep=1).to_csv())
+    plans = [(plan.replace("OWN", str(own)), words, fault) for plan, words, fault in PLANS[ranks]]
+    jobs = [(runs.config(tmp_path, plan, words), fault) for plan, words, fault in plans]
     for (cfg, fault), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
         assert report.passed == (fault == "none"), f"{cfg.plan} {fault}\n{explain(report)}"
         if fault in ("never_freed", "one_stage_at_a_time"):
@@ -82,11 +87,16 @@ def test_pipelines_over_boxes_equal_one_process(
 FIXED = ["run.reproducible=plan", "train.global_batch=7", "model.num_layers=4", "train.warmup=2", *MIXED]
 SAME: dict[int, list[tuple[str, str]]] = {  # by ranks: plan and kind of model
     1: [("dp=1", "plain"), ("dp=1", "tied"), ("dp=1", "bf16"), ("dp=1 micro_batch_size=7", "in one")],
-    2: [("pp=2 schedule=zbv", "tied"), ("pp=2 schedule=interleaved chunks=2 recompute=full", "plain")],
+    2: [
+        ("pp=2 schedule=zbv", "tied"),
+        ("pp=2 schedule=dualpipev", "plain"),
+        ("pp=2 schedule=interleaved chunks=2 recompute=full", "plain"),
+    ],
     4: [
         ("dp=2 pp=2 zero=3 schedule=zb-h1", "bf16"),
         ("dp=2 pp=2 zero=1 schedule=v-half", "plain"),
         ("pp=4", "tied"),
+        ("pp=4 schedule=gpipe", "tied"),
         ("dp=2 pp=2 micro_batch_size=7", "in one"),
     ],
 }
@@ -116,8 +126,9 @@ def test_checkpoints_go_on_under_any_pipeline(run_ranks: Run, tmp_path: Path) ->
     alone = runs.config(tmp_path, "dp=1", words, out="alone")
     loop.run(runs.alone(), alone.to_toml())
     first = runs.config(tmp_path, "dp=2 pp=2 zero=3 schedule=zbv micro_batches=2", [*words, "train.steps=4"], out="a")
+    (tmp_path / "own.csv").write_text("# one of our own\n" + generate("1f1b", 4, 3).to_csv())
     then = [
-        runs.config(tmp_path, "pp=4 micro_batches=3", words, out="b"),
+        runs.config(tmp_path, f"pp=4 micro_batches=3 schedule={tmp_path}/own.csv", words, out="b"),
         runs.config(tmp_path, "dp=2 pp=2 zero=2 schedule=zb-h1 micro_batches=2", words, out="c"),
     ]
     jobs = [{"config": first.to_toml()}, *({"config": cfg.to_toml(), "resume": first.run.out} for cfg in then)]
@@ -130,6 +141,9 @@ def test_checkpoints_go_on_under_any_pipeline(run_ranks: Run, tmp_path: Path) ->
     for number, row in enumerate(rows):
         assert row["loss"] == pytest.approx(whole[number]["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(whole[number]["grad_norm"], rel=1e-5)
+    kept = [(Path(cfg.run.out) / "schedule.csv") for cfg in then]
+    assert [file.exists() for file in kept] == [True, False, False]
+    assert kept[0].read_text() == (tmp_path / "own.csv").read_text()
     expected = Reader(Path(alone.run.out) / "checkpoints" / "step-8")
     for cfg in then:
         assert [row["loss"] for row in runs.metrics(cfg)] == pytest.approx([r["loss"] for r in whole[4:]], rel=1e-5)
@@ -153,6 +167,7 @@ def test_the_norm_counts_every_element_once(run_ranks: Run, tmp_path: Path) -> N
         ("dp=2 pp=2 zero=1", TIED),
         ("dp=2 pp=2 zero=3 schedule=zbv", [*TIED, "model.num_layers=4"]),
         ("pp=4", FIVE),
+        ("tp=2 pp=2", TIED),
     ]
     cfgs = [runs.config(tmp_path, plan, words) for plan, words in plans]
     for rank in run_ranks(f"{FUNCTIONS}:norms_of_ones", 4, {"configs": [cfg.to_toml() for cfg in cfgs]}):

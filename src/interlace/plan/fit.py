@@ -230,7 +230,10 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
     if plan.pp == 1:
         if plan.chunks > 1:
             return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
-        return f"asks for layers={plan.layers} without a pipeline (pp=1)" if plan.layers else None
+        if plan.layers:
+            return f"asks for layers={plan.layers} without a pipeline (pp=1)"
+        default = ParallelPlan().schedule
+        return f"asks for schedule={plan.schedule} without a pipeline (pp=1)" if plan.schedule != default else None
     if plan.transport == "copy":
         return "asks for transport=copy with a pipeline, whose stages give back the memory that peers would read"
     form = FORMS.get(plan.schedule)
@@ -325,7 +328,7 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
         if pp > 1 and asked.transport == "copy":
             mesh = replace(mesh, transport="auto")
         pipelines = {("1f1b", 1, "")}
-        if pp > 1:
+        if pp > 1 and asked.pp > 1:  # else its schedule is none that a pipeline was asked to run by
             pipelines |= {(asked.schedule, asked.chunks, asked.layers), (asked.schedule, 1, "")}
             fewer = min(asked.chunks, config.model_config().num_layers // pp)
             pipelines |= {(name, fewer, "") for name in (asked.schedule, "interleaved") if fewer > 1}

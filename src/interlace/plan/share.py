@@ -18,7 +18,7 @@ from interlace.mesh import Mesh
 from interlace.plan import context, expert, overlap, tensor
 from interlace.plan import zero as engine
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
-from interlace.schedule.table import SENDS
+from interlace.schedule.table import SENDS, Kind
 from interlace.spec import Parameter, Role, parameters, units
 
 FP32, FP64, INT64 = 4, 8, 8
@@ -367,6 +367,15 @@ def _gathered(found: tuple[Run, ...]) -> Iterator[int]:
     yield from (run.cut.total for run in found if run.unit == "root")
 
 
+def _gathers(config: Config, place: int, count: int, fixed: bool) -> dict[str, int]:
+    """How often the table of a pipeline gathers each unit of a rank: once, but where a file of one's own says more."""
+    plan = config.plan
+    table = table_of(plan, count, fixed)
+    cut = stages_of(config.model_config(), num_stages(plan), config.data.sequence_length, layers_given(plan))
+    times = Counter(action.stage for action in table.rows[place] if action.kind is Kind.UNSHARD)
+    return {unit: times[stage] for stage in table.stages_of(place) for unit in cut[stage]}
+
+
 def _sent(
     config: Config,
     mesh: Mesh,
@@ -399,6 +408,8 @@ def _sent(
         ahead = 0 if plan.overlap == "off" else 1
         counts = engine.gathers_per_step(chosen, regather, ahead, count)
         times |= dict(zip((run.unit for run in units_run), counts, strict=True))
+    elif plan.zero == 3:
+        times |= _gathers(config, mesh.index(rank, "pp"), count, fixed)
 
     def add(before: str, after: str, run: Run, elements: int, itemsize: int, often: int) -> None:
         have, want = (Layout.parse(text.replace(":c", f":{run.cut.chunk}")) for text in (before, after))

@@ -4,8 +4,10 @@
 
 Of each rank: its work (actions of a pipeline in the field's colours with the number of their micro-batch: forward
 blue, backward green, its input part teal, its weight part lime; paler for a rank's second chunk of layers; waits red
-within it), then a thin lane of transfers for each axis.  Below, if known, the memory of each rank, and the ledger as
-bars.  All scenes have one scale, so that a plan above a run can be compared by eye.
+within it), then a thin lane of transfers for each axis.  Below, if known, the memory of each rank; else, of a pipeline,
+the micro-batches whose activations it holds, from F to B or W, in micro-batches of all its stages, as
+`schedule.validate` counts them beforehand.  Then the ledger as bars.  All scenes have one scale, so that a plan above a
+run can be compared by eye.
 
 However many events there are the picture stays small: what is narrower than a pixel is drawn as a column a pixel wide,
 as high as the share of it that was used; of more than 32 ranks the first 32 are drawn.
@@ -30,6 +32,7 @@ MOST_LATE = 4  # waited for, apart, in a bar
 MOST_STREAMS = 4  # of a rank's work; the rest share the last
 MOST_LANES = 48  # with columns of one pixel
 MOST_MARKS = 6000  # events with a mark of their own; the narrowest go into columns
+MOST_HELD = 16  # ranks whose most micro-batches are said
 MOST_HINTS = 2500  # marks that say what they are under the pointer
 STYLE = """
 text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#59636e}
@@ -155,6 +158,9 @@ def _scene(scene: Scene, across: _Across, y: float) -> tuple[list[str], float]:
     y += 24
     if any(scene.memory.get(rank) for rank in ranks):
         drawn, y = _memory(scene, ranks, across, y)
+        parts += drawn
+    elif any(int(action[1]) for event in scene.events if (action := ACTION.fullmatch(event.name))):
+        drawn, y = _held({rank: held(by_rank[rank]) for rank in ranks}, across, marks.column, y)
         parts += drawn
     return parts, y + 12
 
@@ -298,6 +304,48 @@ def _memory(scene: Scene, ranks: Sequence[int], across: _Across, y: float) -> tu
         line = " ".join(f"{across(at):.1f},{y + high * (1 - n / top):.1f}" for at, n in thin)
         if line:
             parts.append(f'<polyline class="memory" points="{line}"><title>rank {rank}</title></polyline>')
+    return parts, y + high + 14
+
+
+def held(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """(seconds, micro-batches held from then on) of one rank: its activations from F to the end of B or W."""
+    work = [(event, action) for event in events if event.kind == "compute" and (action := ACTION.fullmatch(event.name))]
+    stages = len({action[1] for _, action in work})
+    changes = [(event.begin, 1) for event, action in work if action[2] == "F"]
+    changes += [(event.end, -1) for event, action in work if action[2] in "BW"]
+    points, now = [], 0
+    for at, change in sorted(changes):  # what ends where another begins is gone first
+        now = max(0, now + change)
+        points.append((at, now / stages))
+    return points
+
+
+def _held(
+    curves: Mapping[int, Sequence[tuple[float, float]]], across: _Across, column: int, y: float
+) -> tuple[list[str], float]:
+    """Micro-batches held over time, a line a rank on one scale, and the most of each in words."""
+    high = 40.0
+    most = {rank: max(count for _, count in points) for rank, points in curves.items()}
+    top = max(most.values(), default=0.0) or 1.0
+    said = ", ".join(f"{count:g}" for count in list(most.values())[:MOST_HELD]) + (
+        " …" if len(most) > MOST_HELD else ""
+    )
+    parts = [words(20, y + 10, "held", "head"), words(LEFT, y + 10, f"micro-batches, at most {said}", "small")]
+    y += 16
+    parts += [words(LEFT - 6, y + 8, f"{top:.3g}", "small", "end"), words(LEFT - 6, y + high, "0", "small", "end")]
+    parts += [rule("grid", LEFT, y + line, RIGHT, y + line) for line in (0, high)]
+    for number, (rank, points) in enumerate(curves.items()):
+        columns: dict[int, list[float]] = defaultdict(list)
+        for at, count in points:
+            columns[int(across(at)) // column * column].append(count)
+        line, last = f"M{LEFT} {y + high:g}", 0.0
+        for x, counts in columns.items():
+            if (max(counts), counts[-1]) != (last, last):
+                line += f"H{x}" + "".join(f"V{y + high * (1 - n / top):.4g}" for n in (max(counts), counts[-1]))
+                last = counts[-1]
+        pale = 1 - 0.7 * number / max(1, len(curves) - 1)
+        hint = f"<title>rank {rank}: at most {most[rank]:.3g} micro-batches</title>"
+        parts.append(f'<path class="memory" stroke-opacity="{pale:.2f}" d="{line}">{hint}</path>')
     return parts, y + high + 14
 
 

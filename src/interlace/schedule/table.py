@@ -65,8 +65,10 @@ class Action:
         counted = match is not None and match[3] is not None
         if match is None or kind is None or (not counted and kind not in ZERO) or (counted and kind in ZERO[:2]):
             shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+            apart = ", and commas between actions" if re.search(r"\d[;|\s]+\d", text) else ""
             raise PlanError(
-                f'"{shown}" is no action: write stage, kind and micro-batch, as in 0F3, 1B2, 1I2, 1W2 or 0SEND_F3'
+                f'"{shown}" is no action: write stage, kind and micro-batch, as in 0F3, 1B2, 1I2, 1W2 or '
+                f"0SEND_F3{apart}"
             )
         return cls(int(match[1]), kind, int(match[3]) if counted else None)
 

@@ -1,6 +1,7 @@
 """The training loop: steps, numbers, checkpoints, and the run folder.
 
     run.toml          the whole configuration, as used; its first line names the table that products are chosen by
+    schedule.csv      the table of the pipeline, where the plan names a file of one's own
     metrics.jsonl     a line a step: step, loss, grad_norm, learning_rate, tokens_per_s, mfu, memory, waited by axis;
                       with experts also `busiest` (the most chosen expert of any layer, in means of its layer), `idle`
                       (experts of all layers that no token chose) and `dropped` (share of choices without room);
@@ -41,6 +42,7 @@ from interlace.errors import ConfigError, NumericsError, ResourceError
 from interlace.events import Event, to_jsonl
 from interlace.models.decoder import Decoder
 from interlace.report.draw import write_loss_curve
+from interlace.schedule import FORMS
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
@@ -273,6 +275,10 @@ class _RunFolder:
         """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
         table = f"# products chosen by the table {self.session.table}\n" if self.session.table else ""
         (self.out / "run.toml").write_text(table + self.session.cfg.to_toml(), encoding="utf-8")
+        plan = self.session.cfg.plan
+        if plan.pp > 1 and plan.schedule not in FORMS:
+            text = Path(plan.schedule).read_text(encoding="utf-8-sig")
+            (self.out / "schedule.csv").write_text(text, encoding="utf-8")
         (self.out / "data.json").write_text(json.dumps(self.session.dataset.record(), indent=1), encoding="utf-8")
         (self.out / "error.json").unlink(missing_ok=True)
         metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
