@@ -270,3 +270,45 @@ def given_a_number(x, heap):
 def test_a_primitive_given_the_wrong_thing_is_a_report_with_the_kernels_line() -> None:
     report = the_report(lambda heap: given_a_number[(1,)](3, heap.context))
     assert (report.kind, str(report.steps[0]).endswith("# no pointer")) == ("error", True)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def of_a_kind(x, y, out, B: tl.constexpr):
+    at = tl.arange(0, B)
+    left, right = tl.load(x + at), tl.load(y + at)
+    chosen = tl.where(left > 0.25, left, -right)
+    three = tl.full([B], 3, tl.int32).to(chosen.dtype)
+    tl.store(out + at, tl.maximum(left * 2 + right, left * three) - chosen + 1.0)
+    tl.store(out + B + at, tl.exp(left.to(tl.float32)).to(chosen.dtype))
+    tl.store(out + 2 * B + at, (tl.sum(left.to(tl.float32), 0) + tl.max(tl.abs(left), 0)).to(chosen.dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_calculate_with_every_kind_of_number(kind: torch.dtype) -> None:
+    x, y = torch.randn(2, 16, generator=torch.Generator().manual_seed(1)).to(kind)
+    three = torch.tensor(3, dtype=kind)
+    first = torch.maximum(x * 2 + y, x * three) - torch.where(x > 0.25, x, -y) + 1.0
+    total = (x.float().sum() + x.abs().max()).to(kind).expand(16)
+    expected = torch.stack([first, x.float().exp().to(kind), total])
+
+    def launch(heap):
+        out = torch.zeros(3, 16, dtype=kind)
+        of_a_kind[(1,)](x, y, out, 16)
+        return lambda: torch.testing.assert_close(out, expected)
+
+    verdict = explore(launch, ranks=1, schedules=1)
+    assert verdict.ok, verdict
+
+
+@triton.jit
+def beyond_the_world(x, heap):
+    tl.store(remote(x, world(heap), heap), 1.0)
+
+
+def test_a_peer_that_is_no_rank_is_said_to_be_none() -> None:
+    report = the_report(lambda heap: beyond_the_world[(1,)](heap.zeros(1).local, heap.context))
+    assert report.kind == "out of bounds"
+    assert "its peer is no rank from 0 to world - 1" in report.message

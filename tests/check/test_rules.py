@@ -436,6 +436,8 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         "    k[(1,)](buf.addresses, out, heap.rank, heap.size)\n"
         "def two(heap, more): pass\n"
     )
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text("raise SystemExit(3)\n")
     done = CliRunner().invoke(app, ["check", f"{path}:launch", "--ranks", "2", "--schedules", "5"])
     assert done.exit_code == 5, done.output
     assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
@@ -454,6 +456,7 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         ([f"{path}:launch", "--exhaustive", "--replays", "2"], "--exhaustive runs 2 ranks without --replays"),
         ([f"{path}:torch"], "has no function torch"),
         ([f"{path}:two"], "write def two(heap)"),
+        ([f"{leaves}:launch"], "raised SystemExit: 3"),
     ):
         refused = CliRunner().invoke(app, ["check", *words])
         assert refused.exit_code == 2

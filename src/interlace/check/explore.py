@@ -486,7 +486,7 @@ def load(target: str) -> tuple[Launch, str]:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):

@@ -137,7 +137,7 @@ class Host(Fabric):
         self.machine.freed(self.arenas[self.rank].data_ptr() + offset)
 
     def constant(self, tensor: torch.Tensor) -> None:
-        self.machine.register(tensor, "constant", self.rank, constant=True)
+        self.machine.register(tensor, "addresses of all ranks", self.rank, constant=True)
 
     def abort(self) -> None:
         self.arenas[self.rank][ABORT : ABORT + 4].view(torch.int32).fill_(1)

@@ -458,6 +458,8 @@ def _outside(machine: Machine, address: int, write: bool, place: tuple[str, int]
         region = below[-1]
         size = (region.end - region.begin) // region.size
         where = f"{region.element(address)}, behind the end of its {size} elements"
+        if region.constant:
+            where += ", so that its peer is no rank from 0 to world - 1"
     elif above:
         where = f"{above[0].begin - address} bytes before rank {above[0].rank} {above[0].name}[0]"
     else:

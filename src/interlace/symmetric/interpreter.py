@@ -350,16 +350,6 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         watcher.compared(left, right, "-")
         return made
 
-    def dot(a: Any, b: Any, total: Any, precision: Any, most: Any) -> Any:
-        return kind.create_dot(builder, as_float(a), as_float(b), total, precision, most)
-
-    def as_float(operand: Any) -> Any:
-        """The interpreter multiplies the 16 bits of a bfloat16 as an integer."""
-        if operand.dtype.scalar is not tl.bfloat16:
-            return operand
-        bits = operand.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
     def ptx(word: str, operands: list[Any]) -> int:
         if word != "st.release.sys":
             return watcher.ptx(word)
@@ -380,7 +370,6 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         "create_barrier": lambda: watcher.barrier(),
         "create_inline_asm": inline_asm(ptx),
         "create_sub": subtract,
-        "create_dot": dot,
         **{f"create_{name}": compare(f"create_{name}", how) for name, how in COMPARED.items()},
     }
 
