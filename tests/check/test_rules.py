@@ -20,6 +20,7 @@ import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
 from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.check.place import shown
 from interlace.cli import app
 from interlace.errors import ConfigError
 from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
@@ -152,7 +153,7 @@ def test_a_deadlock_tells_who_waits_for_what_and_who_could_help() -> None:
     text = str(report)
     assert "rank 0 flag[2], found 0, wanted at least 3" in text
     assert "rank 0 flag[2] was never signalled; nobody is left who could" in text
-    assert f"{FILE}:{line_of('# the wait')}:" in text
+    assert f"{shown(FILE)}:{line_of('# the wait')}:" in text
 
 
 @triton.jit

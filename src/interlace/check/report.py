@@ -10,6 +10,7 @@ from interlace.check.fiber import Fiber, Poll, Seen, reached
 from interlace.check.machine import Machine
 from interlace.check.memory import Found, Region, Signal
 from interlace.check.order import BLOCK, LANE, PROXY, Conflict
+from interlace.check.place import shown
 
 KINDS = (
     "data race",
@@ -43,7 +44,7 @@ class Step:
 
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()
-        return f"{self.what} by {self.by}\n      {self.file}:{self.line}: {text}"
+        return f"{self.what} by {self.by}\n      {shown(self.file)}:{self.line}: {text}"
 
 
 @dataclass(frozen=True)
@@ -326,7 +327,7 @@ def _who(machine: Machine, fiber: Fiber, address: int, name: str) -> str:
     """Who has written a word, and who still could."""
     word = machine.words.get(address)
     wrote = [
-        f"{each.fiber} ({each.before} to {each.after}, {step(machine, each.event).file}:"
+        f"{each.fiber} ({each.before} to {each.after}, {shown(step(machine, each.event).file)}:"
         f"{step(machine, each.event).line})"
         for each in (word.history[-3:] if word is not None else [])
     ]

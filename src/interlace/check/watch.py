@@ -19,7 +19,7 @@ import torch
 from interlace.check.fiber import Fiber, Poll, Seen
 from interlace.check.memory import Found, Memory, Region, Signal, Word, peek
 from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock
-from interlace.check.place import by_a_primitive, line
+from interlace.check.place import by_a_primitive, line, shown
 from interlace.symmetric.interpreter import Access, Atomic
 
 SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
@@ -330,4 +330,4 @@ class Watch(Memory, ABC):
     def place() -> str:
         """File and line of the user's program, for a message."""
         file, number = line()
-        return f"{file}:{number}"
+        return f"{shown(file)}:{number}"

@@ -170,8 +170,9 @@ class SymmetricHeap:
         except TypeError:
             sizes = (-1,)
         if dtype not in DTYPES or min(sizes, default=0) < 0:
+            asked = (shape,) if isinstance(shape, int) else shape
             raise ConfigError(
-                f"{name}: shape {shape} of {dtype}; sizes are whole numbers, at least 0, and types {_names()}."
+                f"{name}: shape {asked} of {dtype}; sizes are whole numbers, at least 0, and types {_names()}."
             )
         shape, nbytes = sizes, math.prod(sizes) * dtype.itemsize
         kind = zlib.crc32(repr((shape, str(dtype))).encode())
