@@ -75,6 +75,16 @@ def test_a_block_is_covered_only_after_a_barrier() -> None:
     assert checked(shadow, reader) is None
 
 
+def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() -> None:
+    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
+    write(shadow, writer, LANE)
+    reader.learn(writer.published(False))
+    assert checked(shadow, reader) is not None
+    writer.barrier()
+    reader.learn(writer.published(False))
+    assert checked(shadow, reader) is None
+
+
 def test_every_concurrent_reader_is_remembered() -> None:
     shadow, readers, writer = Shadow(1, True), [fiber(1), fiber(2)], fiber(3)
     for reader in readers * 2:
@@ -529,3 +539,24 @@ def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> Non
 
     verdict = explore(launch, ranks=2, schedules=5)
     assert [report.kind for report in verdict.reports] == ([] if barrier else ["missing barrier"])
+
+
+@triton.jit
+def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
+    other, at = 1 - my_rank(heap), tl.arange(0, N)
+    tl.store(remote(inbox, other, heap) + at, at.to(tl.float32))
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(PTX, "=r", [], tl.int32, is_pure=False, pack=1)
+    tl.atomic_xchg(remote(flag, other, heap), 1, sem="relaxed", scope="sys")
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(out + at, tl.load(inbox + at))
+
+
+@pytest.mark.parametrize(("scope", "kinds"), [("gpu", ["wrong scope"]), ("sys", [])])
+def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, kinds: list[str]) -> None:
+    def launch(heap):
+        inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
+        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", N)
+
+    assert [report.kind for report in explore(launch, ranks=2, schedules=5).reports] == kinds

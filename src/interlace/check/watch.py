@@ -23,6 +23,7 @@ from interlace.check.place import by_a_primitive, line, shown
 from interlace.symmetric.interpreter import Access, Atomic
 
 SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
+NAMES = {number: name for name, number in SCOPES.items()}
 MOST_EVENTS = 400_000  # of one schedule
 MOST_COMPARISONS = 200_000  # of numbers between two events
 TICK = 1000  # nanoseconds of the machine's clock an event takes
@@ -187,7 +188,8 @@ class Watch(Memory, ABC):
                 old = word.messages.get(key)
                 word.messages[key] = made.copy() if old is None else np.maximum(old, made)
             sem = what.sem if releases or made is None else "release"
-            self._signalled(fiber, address, event, before, after, sem, what.scope, what.operation, keep=True)
+            reach = what.scope if scope == SCOPES[what.scope] else NAMES[scope]  # no further than the fence before it
+            self._signalled(fiber, address, event, before, after, sem, reach, what.operation, keep=True)
 
     def _published(self, fiber: Fiber, single: bool) -> Clock:
         if fiber.kind != "program" or not self.barriers:
