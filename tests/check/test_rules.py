@@ -560,3 +560,48 @@ def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, kinds:
         fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", N)
 
     assert [report.kind for report in explore(launch, ranks=2, schedules=5).reports] == kinds
+
+
+@triton.jit
+def passed_on(x, flag, out, heap, STORE: tl.constexpr):
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(x, 1.0)
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    elif program == 1:
+        while tl.atomic_add(flag, 0, sem="relaxed", scope="sys") < 1:
+            pass
+        if STORE:
+            signal(flag, 2, my_rank(heap), heap)
+        else:
+            tl.atomic_add(flag, 1, sem="release", scope="sys")
+    else:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 2:
+            pass
+        tl.debug_barrier()
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_only_what_has_read_a_word_passes_on_the_releases_before_it(store: bool) -> None:
+    def launch(heap):
+        x, flag, out = torch.zeros(1), heap.zeros(1, torch.int32, name="flag"), torch.zeros(1)
+        passed_on[(3,)](x, flag.local, out, heap.context, store)
+
+    reports = explore(launch, ranks=1, schedules=5, residency=False).reports
+    assert [report.steps[-1].what.split()[0] for report in reports] == (["load"] if store else [])
+
+
+@triton.jit
+def eight_bytes(x, at):
+    tl.store((x + at).to(tl.pointer_type(tl.int64)), 7)
+
+
+@pytest.mark.parametrize(("at", "ok"), [(2, True), (4, False)])
+def test_half_of_an_element_beyond_the_end_is_out_of_bounds(at: int, ok: bool) -> None:
+    def launch(heap):
+        eight_bytes[(1,)](heap.empty(5, torch.int32, name="x").local, at)
+
+    assert [report.kind for report in explore(launch, ranks=1, schedules=1).reports] == (
+        [] if ok else ["out of bounds"]
+    )

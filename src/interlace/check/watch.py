@@ -188,8 +188,8 @@ class Watch(Memory, ABC):
                 old = word.messages.get(key)
                 word.messages[key] = made.copy() if old is None else np.maximum(old, made)
             sem = what.sem if releases or made is None else "release"
-            reach = what.scope if scope == SCOPES[what.scope] else NAMES[scope]  # no further than the fence before it
-            self._signalled(fiber, address, event, before, after, sem, reach, what.operation, keep=True)
+            # A relaxed one reaches no further than the fence before it.
+            self._signalled(fiber, address, event, before, after, sem, NAMES[scope], what.operation, keep=True)
 
     def _published(self, fiber: Fiber, single: bool) -> Clock:
         if fiber.kind != "program" or not self.barriers:
