@@ -98,6 +98,7 @@ class Fiber:
     asleep: bool = False
     polls: list[Poll] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)  # what it has read since it last wrote
+    progress: int = 0  # the event that last told it something new
     doubt: bool = False  # it has been given time for a long loop that only looks like a wait
     repeats: int = 0  # reads since, that told it nothing new
     patience: int = 2  # reads it may repeat before it sleeps
@@ -110,7 +111,7 @@ class Fiber:
     @property
     def is_waiting(self) -> bool:
         """Whether all it reads again and again was compared with what it has not reached."""
-        return all(not poll.is_met(poll.value) for poll in self.polls)
+        return all(not poll.is_met(poll.value) for poll in self.polls if poll.event > self.progress)
 
     def __str__(self) -> str:
         if self.kind == "host":

@@ -308,6 +308,7 @@ class Watch(Memory, ABC):
         if key in fiber.known:
             return True
         fiber.known.add(key)
+        fiber.progress = event
         fiber.repeats, fiber.patience, fiber.doubt, self.chances = 0, 2, False, 0
         return False
 
