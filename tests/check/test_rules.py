@@ -20,6 +20,7 @@ import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
 from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.check.place import shown
 from interlace.cli import app
 from interlace.errors import ConfigError
 from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
@@ -71,6 +72,16 @@ def test_a_block_is_covered_only_after_a_barrier() -> None:
     assert checked(shadow, reader) is not None
     writer.barrier()
     reader.learn(writer.published(True))
+    assert checked(shadow, reader) is None
+
+
+def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() -> None:
+    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
+    write(shadow, writer, LANE)
+    reader.learn(writer.published(False))
+    assert checked(shadow, reader) is not None
+    writer.barrier()
+    reader.learn(writer.published(False))
     assert checked(shadow, reader) is None
 
 
@@ -152,7 +163,7 @@ def test_a_deadlock_tells_who_waits_for_what_and_who_could_help() -> None:
     text = str(report)
     assert "rank 0 flag[2], found 0, wanted at least 3" in text
     assert "rank 0 flag[2] was never signalled; nobody is left who could" in text
-    assert f"{FILE}:{line_of('# the wait')}:" in text
+    assert f"{shown(FILE)}:{line_of('# the wait')}:" in text
 
 
 @triton.jit
@@ -436,6 +447,8 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         "    k[(1,)](buf.addresses, out, heap.rank, heap.size)\n"
         "def two(heap, more): pass\n"
     )
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text("raise SystemExit(3)\n")
     done = CliRunner().invoke(app, ["check", f"{path}:launch", "--ranks", "2", "--schedules", "5"])
     assert done.exit_code == 5, done.output
     assert f"{path}:5: tl.store(p, 1.0)" in done.stdout
@@ -454,6 +467,7 @@ def test_the_command_exits_with_5_and_prints_both_lines(tmp_path: Path) -> None:
         ([f"{path}:launch", "--exhaustive", "--replays", "2"], "--exhaustive runs 2 ranks without --replays"),
         ([f"{path}:torch"], "has no function torch"),
         ([f"{path}:two"], "write def two(heap)"),
+        ([f"{leaves}:launch"], "raised SystemExit: 3"),
     ):
         refused = CliRunner().invoke(app, ["check", *words])
         assert refused.exit_code == 2
@@ -525,3 +539,69 @@ def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> Non
 
     verdict = explore(launch, ranks=2, schedules=5)
     assert [report.kind for report in verdict.reports] == ([] if barrier else ["missing barrier"])
+
+
+@triton.jit
+def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
+    other, at = 1 - my_rank(heap), tl.arange(0, N)
+    tl.store(remote(inbox, other, heap) + at, at.to(tl.float32))
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(PTX, "=r", [], tl.int32, is_pure=False, pack=1)
+    tl.atomic_xchg(remote(flag, other, heap), 1, sem="relaxed", scope="sys")
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(out + at, tl.load(inbox + at))
+
+
+@pytest.mark.parametrize(("scope", "kinds"), [("gpu", ["wrong scope"]), ("sys", [])])
+def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, kinds: list[str]) -> None:
+    def launch(heap):
+        inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
+        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", N)
+
+    assert [report.kind for report in explore(launch, ranks=2, schedules=5).reports] == kinds
+
+
+@triton.jit
+def passed_on(x, flag, out, heap, STORE: tl.constexpr):
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(x, 1.0)
+        tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    elif program == 1:
+        while tl.atomic_add(flag, 0, sem="relaxed", scope="sys") < 1:
+            pass
+        if STORE:
+            signal(flag, 2, my_rank(heap), heap)
+        else:
+            tl.atomic_add(flag, 1, sem="release", scope="sys")
+    else:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 2:
+            pass
+        tl.debug_barrier()
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_only_what_has_read_a_word_passes_on_the_releases_before_it(store: bool) -> None:
+    def launch(heap):
+        x, flag, out = torch.zeros(1), heap.zeros(1, torch.int32, name="flag"), torch.zeros(1)
+        passed_on[(3,)](x, flag.local, out, heap.context, store)
+
+    reports = explore(launch, ranks=1, schedules=5, residency=False).reports
+    assert [report.steps[-1].what.split()[0] for report in reports] == (["load"] if store else [])
+
+
+@triton.jit
+def eight_bytes(x, at):
+    tl.store((x + at).to(tl.pointer_type(tl.int64)), 7)
+
+
+@pytest.mark.parametrize(("at", "ok"), [(2, True), (4, False)])
+def test_half_of_an_element_beyond_the_end_is_out_of_bounds(at: int, ok: bool) -> None:
+    def launch(heap):
+        eight_bytes[(1,)](heap.empty(5, torch.int32, name="x").local, at)
+
+    assert [report.kind for report in explore(launch, ranks=1, schedules=1).reports] == (
+        [] if ok else ["out of bounds"]
+    )

@@ -146,7 +146,7 @@ def test_memory_of_two_gpus() -> None:
     for rank, result in enumerate(ranks("memory")):
         assert result["seen"] == [15.0, 30.0]
         assert result["pushed"] == [7.0 + (1 - rank)]
-        assert "allocating y: rank 1 asks for [16" in result["said"]
+        assert "allocating y: rank 1 asks for 16 bytes" in result["said"]
 
 
 @pytest.mark.gpu2

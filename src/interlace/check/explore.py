@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import sys
+import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +30,23 @@ from interlace.check.fiber import Strategy
 from interlace.check.host import Host
 from interlace.check.machine import Grow, Machine, Operations
 from interlace.check.memory import Found
-from interlace.check.place import OWN
+from interlace.check.place import DEVICE, OWN
 from interlace.check.report import Report, Step, explain
 from interlace.check.schedules import NAMES, exhaustive, seeded
 from interlace.errors import ConfigError, Hang, InterlaceError, nearest
+from interlace.symmetric import heap as heap_module
+from interlace.symmetric import shortcuts
+from interlace.symmetric.fabric import Fabric
 from interlace.symmetric.heap import SymmetricHeap
 from interlace.symmetric.interpreter import watched
 from interlace.symmetric.record import HEAD, Record
 
 Launch = Callable[[SymmetricHeap], Callable[[], object] | None]
 NEAR_WRAP = (1 << 31) - 2  # int32 words that begin here wrap after two signals
+
+LIBRARY = sysconfig.get_path("stdlib") + os.sep  # Python's own; installed packages may lie below it
+TORCH_CUDA = os.path.join(os.path.dirname(torch.__file__), "cuda", "")  # asserts that there is a GPU
+GIVEN = (DEVICE, shortcuts.__file__)  # fail by what they are given: a primitive's arguments, a kernel's operands
 
 LIMITS = (
     "not seen: faults of the compiler and the hardware; multimem, network cards and PCIe order; timing; two threads of "
@@ -86,14 +94,6 @@ class _Run:
     stop: tuple[int, int] | None = None
     exhaustive: bool = False
 
-    @property
-    def again(self) -> str:
-        """The options that run it again."""
-        if self.exhaustive:
-            return f"--exhaustive --schedules {self.seed + 1}"
-        few = "" if self.resident is None else f" --resident {self.resident}"
-        return f"--ranks {self.ranks} --seed {self.seed} --schedules 1{few}"
-
 
 @dataclass
 class Explorer:
@@ -114,9 +114,20 @@ class Explorer:
     @contextlib.contextmanager
     def open(self) -> Iterator[Explorer]:
         """Kernels and torch operations inside go to the schedule that runs."""
-        with warnings.catch_warnings(), watched(self.told, {}), Operations(self.told.operation):
+        with warnings.catch_warnings(), watched(self.told, {}), Operations(self.told.operation), _given_heaps():
             warnings.simplefilter("ignore")
             yield self
+
+    def again(self, settings: _Run) -> str:
+        """The options that run a schedule again."""
+        words: list[object] = ["--exhaustive", "--schedules", settings.seed + 1]
+        if not settings.exhaustive:
+            words = ["--ranks", settings.ranks, "--seed", settings.seed, "--schedules", 1]
+        words += [] if settings.resident is None else ["--resident", settings.resident]
+        words += ["--replays", self.replays] if self.replays else []
+        words += ["--stop"] if settings.stop else []
+        words += [] if self.barriers else ["--loose"]
+        return " ".join(str(word) for word in words)
 
     def run(self, settings: _Run) -> Report | None:
         """One schedule; None if nothing was found."""
@@ -173,8 +184,8 @@ class Explorer:
                 for _ in range(self.replays):
                     for enqueue in list(host.recorded):
                         enqueue()
-                if callable(check):
-                    checks[host.rank] = check
+                if check is not None:
+                    checks[host.rank] = _checked(check, getattr(self.launch, "__name__", "launch"))
             except Hang:
                 if host.machine.dead is None:
                     raise
@@ -206,15 +217,42 @@ class Explorer:
             try:
                 verdict = check()
             except AssertionError as error:
-                text = " ".join(str(error).split())[:300]
+                text = " ".join(str(error).split())[:300].rstrip(".")
                 raise Found("wrong result", message=f"rank {rank}: {text or 'its check failed'}.") from None
-            if verdict is False:
-                raise Found("wrong result", message=f"rank {rank}: its check returned False.")
+            if verdict is not None and not np.all(np.asarray(verdict)):  # False, also of torch or NumPy
+                raise Found("wrong result", message=f"rank {rank}: its check returned {verdict}.")
 
-    @staticmethod
-    def _say(machine: Machine, report: Report, settings: _Run) -> Report:
-        schedule = f"found by {settings.label}, event {len(machine.events)}; again with {settings.again}"
+    def _say(self, machine: Machine, report: Report, settings: _Run) -> Report:
+        schedule = f"found by {settings.label}, event {len(machine.events)}; again with {self.again(settings)}"
         return replace(report, ranks=settings.ranks, seed=settings.seed, schedule=schedule)
+
+
+@contextlib.contextmanager
+def _given_heaps() -> Iterator[None]:
+    """Inside, a launch makes no heap of its own: that would be a world of one, in which everything seems right."""
+
+    def refuse(nbytes: int, group: object, device: object) -> Fabric:
+        raise ConfigError("launch(heap) made a SymmetricHeap of its own, which has one rank here; use the heap given.")
+
+    before, heap_module._fabric = heap_module._fabric, refuse
+    try:
+        yield
+    finally:
+        heap_module._fabric = before
+
+
+def _checked(check: Any, called: str) -> Callable[[], object]:
+    """What a launch returned, a function of nothing."""
+    try:
+        inspect.signature(check).bind()
+    except TypeError:
+        what = f"the function {check.__name__} that takes arguments" if inspect.isfunction(check) else repr(check)[:80]
+        raise ConfigError(
+            f"{called} returned {what}; return a function without arguments that checks the result, or None."
+        ) from None
+    except ValueError:  # a callable that tells no signature
+        pass
+    return check
 
 
 class _Told:
@@ -229,6 +267,11 @@ class _Told:
         fiber = self._machine.current
         assert fiber is not None
         self._machine.hosts[fiber.rank].launch(kernel)
+
+    def called(self, name: str) -> None:
+        fiber = self._machine.current
+        if fiber is not None and fiber.kind == "host":
+            raise ConfigError(f"{name}(...) has no grid, so it launches nothing; write {name}[(programs,)](...).")
 
     def operation(self, mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
         machine: Machine | None = getattr(self, "_machine", None)
@@ -256,8 +299,7 @@ def explore(
 ) -> Verdict:
     """Runs `launch` on each number of ranks under `schedules` schedules, seeds `seed`, `seed + 1`, ...
 
-    A seed alone decides a schedule in which nobody stops, so that calls over ranges of seeds explore what one call over
-    all of them would.
+    A seed alone decides a schedule, so that calls over ranges of seeds explore what one call over all of them would.
 
     Args:
         resident: programs of a rank that run at once, at most; None: all of a launch.  Without it the verdict also
@@ -293,12 +335,13 @@ def explore(
             if residency and resident is None and not stop and not found:
                 notes += _residency(explorer, size, schedules, seed)
     explored = [
-        f"seeds {seed} to {seed + schedules - 1} as {', '.join(NAMES)}" if schedules > 1 else f"seed {seed}",
+        *_seeds(range(seed, seed + schedules)),
         f"{resident or 'all'} programs of a rank at once",
-        "signals from 0 and from just below the wrap of 32 bits",
         *([f"{replays} replays with the same scalars"] if replays else []),
-        *(["one rank stops"] if stop else []),
+        *(["one rank stops, after which only the ends of waits are judged"] if stop else []),
+        *([] if barriers else ["a release taken as covering the whole program"]),
         *([f"not all of these: {seconds:g} seconds were over"] if late else []),
+        *(["not all of these: a report ended it"] if len(found) >= most else []),
     ]
     spent = time.process_time() - begin
     called = name or getattr(launch, "__name__", "launch")
@@ -307,6 +350,19 @@ def explore(
     return Verdict(
         called, sizes, explorer.schedules, explorer.events, spent, tuple(found), tuple(notes), tuple(explored)
     )
+
+
+def _seeds(seeds: range) -> list[str]:
+    """What schedules of these seeds are: ways to choose, and where signals begin."""
+    names = dict.fromkeys(NAMES[number % len(NAMES)] for number in sorted(seeds[:5], key=lambda n: n % len(NAMES)))
+    origins = [text for near, text in ((False, "0"), (True, "just below the wrap of 32 bits"))
+               if any(_is_near_wrap(number) is near for number in seeds[:7])]  # fmt: skip
+    which = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    return [f"{which} as {', '.join(names)}", f"signals from {' and from '.join(origins)}"]
+
+
+def _is_near_wrap(seed: int) -> bool:
+    return seed % 7 == 3
 
 
 def _refuse_nothing(explorer: Explorer, called: str) -> None:
@@ -324,19 +380,19 @@ def _settings(
     length = 0
     for number in range(seed, seed + schedules):
         strategy = seeded(number, size)
-        origin = NEAR_WRAP if number % 7 == 3 else 0
+        origin = NEAR_WRAP if _is_near_wrap(number) else 0
         kind = NAMES[number % len(NAMES)]
         settings = _Run(size, strategy, number, f"seed {number} ({kind})", resident, origin)
         if stop:
-            length = length or _length(explorer, size, number, resident)
+            length = length or _length(explorer, size, resident)
             settings.stop = (strategy.rng.randrange(size), strategy.rng.randrange(1, max(2, length)))
         yield settings
 
 
-def _length(explorer: Explorer, size: int, seed: int, resident: int | None) -> int:
-    """Events of one schedule in which nobody stops."""
+def _length(explorer: Explorer, size: int, resident: int | None) -> int:
+    """Events of the first of all schedules, in which nobody stops."""
     before = explorer.events
-    _guarded(explorer, _Run(size, seeded(seed, size), seed, "", resident))
+    _guarded(explorer, _Run(size, seeded(0, size), 0, "", resident))
     return explorer.events - before
 
 
@@ -351,15 +407,21 @@ def _guarded(explorer: Explorer, settings: _Run) -> Report | None:
             steps.append(Step("raised", "the program", file, trace.tb_lineno))
             trace = trace.tb_next
         known = isinstance(error, InterlaceError | AssertionError)
-        mine = [each for each in steps if not each.file.startswith(OWN)]
-        if not known and (not mine or steps[-1].file.startswith(OWN[:2])):
+        mine = [each for each in steps if not each.file.startswith(OWN) and not _is_library(each.file)]
+        last = steps[-1].file
+        if not known and (not mine or (last.startswith(OWN[:2]) and last not in GIVEN)):
             raise
-        kind = "wrong result" if isinstance(error, AssertionError) else "error"
+        compared = isinstance(error, AssertionError) and not last.startswith(TORCH_CUDA)
+        kind = "wrong result" if compared else "error"
         text = " ".join(str(error).split())[:300]
         name = type(error).__name__
         made = Report(kind, (text if known else f"{name}: {text}") if text else name, tuple(mine[-1:]))
-        again = f"found by {settings.label}; again with {settings.again}"
+        again = f"found by {settings.label}; again with {explorer.again(settings)}"
         return replace(made, ranks=settings.ranks, seed=settings.seed, schedule=again)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((LIBRARY, "<")) and "-packages" not in file.removeprefix(LIBRARY)
 
 
 def _residency(explorer: Explorer, size: int, schedules: int, seed: int) -> list[str]:
@@ -404,6 +466,7 @@ def explore_all(
     if not found:
         _refuse_nothing(explorer, getattr(launch, "__name__", "launch"))
     what = f"{'all' if whole and not found else 'the first'} schedules with at most {preemptions} preemptions"
+    what += "; signals from 0" + ("" if barriers else "; a release taken as covering the whole program")
     called, spent = name or getattr(launch, "__name__", "launch"), time.process_time() - begin
     return Verdict(called, (2,), explorer.schedules, explorer.events, spent, tuple(found), (), (what,))
 
@@ -423,7 +486,7 @@ def load(target: str) -> tuple[Launch, str]:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"importing {path} raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):

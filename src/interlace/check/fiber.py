@@ -40,7 +40,21 @@ class Poll:
     address: int
     value: int
     event: int
-    wanted: tuple[str, int] | None = None
+    wanted: tuple[str, int] | None = None  # how it was compared, and with what
+
+    def is_met(self, value: int) -> bool:
+        """Whether a value would have ended the wait, as far as the comparison tells; True without one."""
+        if self.wanted is None:
+            return True
+        how, want = self.wanted
+        if how in ("==", "!="):  # `while word != want`, `while word == want`
+            return (value == want) is (how == "!=")
+        return reached(value, want, how)
+
+
+def reached(value: int, want: int, how: str) -> bool:
+    """Whether `value >= want`, or `> want`, in 32 bits that wrap."""
+    return (value - want - (how in ("<=", ">"))) % (1 << 32) < 1 << 31
 
 
 @dataclass(eq=False)
@@ -55,6 +69,7 @@ class Item:
     start: Clock  # what the host knew when it enqueued it
     number: int  # which launch of this kernel it is on this rank
     event: Any = None  # a Mark to set or to wait for, for items without bodies
+    place: tuple[str, int] = ("?", 0)  # file and line that enqueued it
     pending: list[int] = field(default_factory=list)
     left: int = 0
     collected: Clock | None = None  # what its programs knew when they ended
@@ -83,6 +98,8 @@ class Fiber:
     asleep: bool = False
     polls: list[Poll] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)  # what it has read since it last wrote
+    progress: int = 0  # the event that last told it something new
+    doubt: bool = False  # it has been given time for a long loop that only looks like a wait
     repeats: int = 0  # reads since, that told it nothing new
     patience: int = 2  # reads it may repeat before it sleeps
     seen: dict[int, Seen] = field(default_factory=dict)
@@ -90,6 +107,11 @@ class Fiber:
     fenced: Clock | None = None  # what relaxed reads have seen, for the next fence
     handle: Any = None  # what the last poll returned
     blocked: str = ""  # why a host program does not go on
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether all it reads again and again was compared with what it has not reached."""
+        return all(not poll.is_met(poll.value) for poll in self.polls if poll.event > self.progress)
 
     def __str__(self) -> str:
         if self.kind == "host":

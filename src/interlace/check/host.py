@@ -20,6 +20,7 @@ from interlace.check.fiber import Fiber, Item, Stream
 from interlace.check.machine import Machine
 from interlace.check.memory import peek
 from interlace.check.order import BLOCK, LANE, PLAIN, Clock
+from interlace.check.place import line
 from interlace.errors import Hang
 from interlace.symmetric.fabric import Event, Fabric
 from interlace.symmetric.interpreter import Atomic, Launch
@@ -136,7 +137,7 @@ class Host(Fabric):
         self.machine.freed(self.arenas[self.rank].data_ptr() + offset)
 
     def constant(self, tensor: torch.Tensor) -> None:
-        self.machine.register(tensor, "constant", self.rank, constant=True)
+        self.machine.register(tensor, "addresses of all ranks", self.rank, constant=True)
 
     def abort(self) -> None:
         self.arenas[self.rank][ABORT : ABORT + 4].view(torch.int32).fill_(1)
@@ -145,7 +146,8 @@ class Host(Fabric):
         return self.arenas[self.rank].data_ptr() + ABORT
 
     def close(self) -> None:
-        pass
+        self.machine.closed(self.rank)
+        self.arenas = []
 
     # --- streams -----------------------------------------------------------------------------------------------------
 
@@ -161,12 +163,12 @@ class Host(Fabric):
         self, label: str, bodies: list[Callable[[], None]], launch: Launch | None = None, event: Any = None
     ) -> Item:
         """Enqueues work on the current stream, and remembers how to enqueue it again."""
-        machine, stream = self.machine, self.machine.stream(self.rank, self.name)
+        machine, stream, place = self.machine, self.machine.stream(self.rank, self.name), line()
 
         def enqueue() -> Item:
             fiber = self.me
             number = machine.launches[self.rank, label] = machine.launches[self.rank, label] + 1
-            item = Item(self.rank, stream, label, launch, bodies, fiber.knows.now.copy(), number, event)
+            item = Item(self.rank, stream, label, launch, bodies, fiber.knows.now.copy(), number, event, place)
             fiber.knows.barrier()
             machine.enqueue(item)
             return item

@@ -24,6 +24,8 @@ from interlace.check.memory import Found
 from interlace.check.order import Clock, Knowledge
 from interlace.check.watch import Watch
 
+LONG_LOOP = 4000  # reads that tell nothing new, after which a loop that compares with nothing is endless
+
 
 class Grow(Exception):
     """More fibers than clocks have components: the schedule is to be repeated with longer ones."""
@@ -208,6 +210,12 @@ class Machine(Watch):
         """Nobody goes on: sleepers look again a few times; after a rank has stopped, time passes; else a deadlock."""
         sleepers = [fiber for fiber in self.fibers if fiber.asleep and self.unfinished(fiber)]
         self.chances += 1
+        doubtful = [fiber for fiber in sleepers if not fiber.doubt and not fiber.is_waiting]
+        if self.chances > 2 + (self.dead is not None) and doubtful:
+            for fiber in doubtful:  # perhaps a long loop that reads the same again and again
+                fiber.doubt, fiber.patience = True, LONG_LOOP
+                self.wake(fiber)
+            return True
         if self.dead is not None:
             if sleepers and self.chances > 3:
                 raise Found("no exit", sleepers=sleepers)

@@ -123,12 +123,21 @@ class Memory:
     def freed(self, begin: int) -> None:
         region = self.find(begin)
         if region is not None and region.begin == begin:
-            at = self.regions.index(region)
-            del self.regions[at], self.starts[at]
-            region.freed = True
-            self.graves.append(region)
-            for address in [word for word in self.words if region.begin <= word < region.end]:
-                del self.words[address]
+            self._bury(region)
+
+    def closed(self, rank: int) -> None:
+        """A rank's arena is gone, and with it all that lies there."""
+        begin, end = _span(self.arenas[rank])
+        for region in [each for each in self.regions if begin <= each.begin < end and not each.quiet]:
+            self._bury(region)
+
+    def _bury(self, region: Region) -> None:
+        at = self.regions.index(region)
+        del self.regions[at], self.starts[at]
+        region.freed = True
+        self.graves.append(region)
+        for address in [word for word in self.words if region.begin <= word < region.end]:
+            del self.words[address]
 
     def find(self, address: int) -> Region | None:
         at = bisect.bisect_right(self.starts, address) - 1

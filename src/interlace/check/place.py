@@ -32,6 +32,12 @@ def by_a_primitive() -> bool:
     return False
 
 
+def shown(file: str) -> str:
+    """A file's name for messages: as the user may type it, where it lies below the working directory."""
+    below = os.path.join(os.getcwd(), "")
+    return file.removeprefix(below)
+
+
 _own: dict[str, bool] = {}
 
 

@@ -6,10 +6,11 @@ import itertools
 import linecache
 from dataclasses import dataclass, field, replace
 
-from interlace.check.fiber import Fiber, Seen
+from interlace.check.fiber import Fiber, Poll, Seen, reached
 from interlace.check.machine import Machine
 from interlace.check.memory import Found, Region, Signal
 from interlace.check.order import BLOCK, LANE, PROXY, Conflict
+from interlace.check.place import shown
 
 KINDS = (
     "data race",
@@ -29,6 +30,9 @@ KINDS = (
 )
 
 
+FAR = 1 << 40  # bytes beyond which an address is no offset from the nearest tensor
+
+
 @dataclass(frozen=True)
 class Step:
     """One event: what, by whom, in which line of which file."""
@@ -40,7 +44,7 @@ class Step:
 
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()
-        return f"{self.what} by {self.by}\n      {self.file}:{self.line}: {text}"
+        return f"{self.what} by {self.by}\n      {shown(self.file)}:{self.line}: {text}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def explain(machine: Machine, found: Found) -> Report:
     if found.kind == "unwritten":
         return unwritten(machine)
     if found.kind == "no end":
-        return Report("deadlock", f"{facts['events']} events and no end: a loop that waits for nothing that changes.")
+        return _no_end(machine, facts["how_many"], facts["place"])
     return Report(found.kind, facts["message"], tuple(facts.get("steps", ())))
 
 
@@ -301,23 +305,29 @@ def _is_reuse(machine: Machine, reader: Fiber, writer: Fiber) -> bool:
 
 def _waiting(machine: Machine, fiber: Fiber) -> tuple[list[Step], list[str]]:
     steps, notes = [], []
-    for poll in fiber.polls[-2:]:
+    for poll in [each for each in fiber.polls if not each.is_met(each.value)][-2:] or fiber.polls[-2:]:
         name = poll.region.element(poll.address)
-        how, want = poll.wanted or ("", 0)
-        wanted = ""
-        if poll.wanted:
-            least = how in ("<", "<=", ">=", ">", "-")
-            wanted = f", wanted {'at least ' if least else ''}{want + (how in ('<=', '>'))}"
-        steps.append(step(machine, poll.event, f"{name}, found {poll.value}{wanted}"))
+        steps.append(step(machine, poll.event, f"{name}, found {poll.value}{_wanted(poll)}"))
         notes.append(_who(machine, fiber, poll.address, name))
     return steps, notes
+
+
+def _wanted(poll: Poll) -> str:
+    if not poll.wanted:
+        return ""
+    how, want = poll.wanted
+    if how in ("==", "!="):  # whichever way the loop asks, what it found is not what ends it
+        return f", wanted {'other than ' if poll.value == want else ''}{want}"
+    if how in (">", ">=") and poll.is_met(poll.value):  # `while word > want`
+        return f", wanted at most {want - (how == '>=')}"
+    return f", wanted at least {want + (how in ('<=', '>'))}"
 
 
 def _who(machine: Machine, fiber: Fiber, address: int, name: str) -> str:
     """Who has written a word, and who still could."""
     word = machine.words.get(address)
     wrote = [
-        f"{each.fiber} ({each.before} to {each.after}, {step(machine, each.event).file}:"
+        f"{each.fiber} ({each.before} to {each.after}, {shown(step(machine, each.event).file)}:"
         f"{step(machine, each.event).line})"
         for each in (word.history[-3:] if word is not None else [])
     ]
@@ -348,27 +358,22 @@ def _lost(machine: Machine, sleepers: list[Fiber]) -> Report | None:
             if word is None or poll.wanted is None:
                 continue
             name = poll.region.element(poll.address)
-            how, want = poll.wanted
             for index, old in enumerate(word.history[:-1]):
                 new = word.history[index + 1]
-                enough = old.after == want if how in ("==", "!=") else _reached(old.after, want, how)
+                enough = poll.is_met(old.after)
                 if enough and new.after != old.after:
                     return _lost_report(machine, fiber, name, old, new, poll, f"goes past the {old.after} it waits for")
             for old, new in itertools.pairwise(word.history):
-                if old.fiber is new.fiber or new.operation == "add" or _reached(new.after, want, how):
+                if old.fiber is new.fiber or new.operation == "add" or poll.is_met(new.after):
                     continue
                 if new.before == new.after:
                     return _lost_report(machine, fiber, name, old, new, poll, "sets what an earlier signal has set")
-                if not old.seen or _reached(new.before, new.after + 1, "<"):
+                if not old.seen or reached(new.before, new.after + 1, "<"):
                     return _lost_report(machine, fiber, name, old, new, poll, "replaces an earlier signal")
     return None
 
 
-def _reached(value: int, want: int, how: str) -> bool:
-    return (value - want - (how in ("<=", ">"))) % (1 << 32) < 1 << 31
-
-
-def _lost_report(machine: Machine, fiber: Fiber, name: str, old: Signal, new: Signal, poll, why: str) -> Report:
+def _lost_report(machine: Machine, fiber: Fiber, name: str, old: Signal, new: Signal, poll: Poll, why: str) -> Report:
     steps = (step(machine, old.event, name), step(machine, new.event, name), step(machine, poll.event, name))
     return Report(
         "lost signal",
@@ -411,6 +416,14 @@ def _deadlock(machine: Machine, sleepers: list[Fiber]) -> Report:
     return Report("deadlock", cause, tuple(steps), notes=tuple(notes))
 
 
+def _no_end(machine: Machine, how_many: str, place: tuple[str, int]) -> Report:
+    fiber = machine.current
+    steps = () if fiber is None else (Step("still running", str(fiber), *place),)
+    return Report(
+        "deadlock", f"{how_many} and no end: a loop that nothing ends; let it wait for a word, or bound it.", steps
+    )
+
+
 def _no_exit(machine: Machine, sleepers: list[Fiber], message: str) -> Report:
     if message:
         return Report("no exit", message)
@@ -438,10 +451,16 @@ def _outside(machine: Machine, address: int, write: bool, place: tuple[str, int]
     above = [region for region in machine.regions if region.begin > address]
     if grave is not None:
         where = f"{grave.element(address)}, which was freed"
+    elif not any(each.begin - FAR < address < each.end + FAR for each in (*below[-1:], *above[:1])):
+        where = (
+            f"address {address:#x}, far from every tensor, as after arithmetic on an empty tensor or a wrong pointer"
+        )
     elif below and (not above or address - below[-1].end <= above[0].begin - address):
         region = below[-1]
         size = (region.end - region.begin) // region.size
         where = f"{region.element(address)}, behind the end of its {size} elements"
+        if region.constant:
+            where += ", so that its peer is no rank from 0 to world - 1"
     elif above:
         where = f"{above[0].begin - address} bytes before rank {above[0].rank} {above[0].name}[0]"
     else:
@@ -449,7 +468,7 @@ def _outside(machine: Machine, address: int, write: bool, place: tuple[str, int]
     return Report(
         "out of bounds",
         f"{fiber} {'writes' if write else 'reads'} {where}; mask the access or correct the offset.",
-        (replace(step(machine, event), file=file, line=line),),
+        (replace(step(machine, event), file=file, line=line) if line else step(machine, event),),
     )
 
 

@@ -19,11 +19,13 @@ import torch
 from interlace.check.fiber import Fiber, Poll, Seen
 from interlace.check.memory import Found, Memory, Region, Signal, Word, peek
 from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Clock
-from interlace.check.place import by_a_primitive, line
+from interlace.check.place import by_a_primitive, line, shown
 from interlace.symmetric.interpreter import Access, Atomic
 
 SCOPES = {"cta": CTA, "gpu": GPU, "sys": SYS}
+NAMES = {number: name for name, number in SCOPES.items()}
 MOST_EVENTS = 400_000  # of one schedule
+MOST_COMPARISONS = 200_000  # of numbers between two events
 TICK = 1000  # nanoseconds of the machine's clock an event takes
 LARGEST_POLL = 32  # elements; a longer read is no poll
 
@@ -40,6 +42,7 @@ class Watch(Memory, ABC):
         self.events: list[tuple[Fiber, str, str, int]] = []
         self.unwritten: list[tuple[Fiber, int, Region, int]] = []  # reads of memory nobody had written
         self.clock = 0  # nanoseconds that time has leapt
+        self.comparisons = 0  # since the last event
         self.chances = 0  # looks that all sleepers have been given since there was progress
         self.dead: int | None = None  # the rank that has stopped
 
@@ -84,6 +87,8 @@ class Watch(Memory, ABC):
                 self._observe(fiber, int(address), event, "relaxed", SYS)
         if len(words) <= LARGEST_POLL:
             self.polled(fiber, parts[0][0], words, made, event)
+        else:
+            self._is_known(fiber, words, made, event)
         return made
 
     @staticmethod
@@ -130,7 +135,7 @@ class Watch(Memory, ABC):
             fiber.handle = made
             self.polled(fiber, parts[0][0], what.addresses, made, event)
             if what.operation == "cas" and fiber.polls:
-                fiber.polls[-1].wanted = ("==", int(np.asarray(what.wanted).ravel()[0]))
+                fiber.polls[-1].wanted = ("!=", int(np.asarray(what.wanted).ravel()[0]))
         return made
 
     def _observe(self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False) -> None:
@@ -183,7 +188,8 @@ class Watch(Memory, ABC):
                 old = word.messages.get(key)
                 word.messages[key] = made.copy() if old is None else np.maximum(old, made)
             sem = what.sem if releases or made is None else "release"
-            self._signalled(fiber, address, event, before, after, sem, what.scope, what.operation, keep=True)
+            # A relaxed one reaches no further than the fence before it.
+            self._signalled(fiber, address, event, before, after, sem, NAMES[scope], what.operation, keep=True)
 
     def _published(self, fiber: Fiber, single: bool) -> Clock:
         if fiber.kind != "program" or not self.barriers:
@@ -224,8 +230,11 @@ class Watch(Memory, ABC):
 
     def compared(self, left: Any, right: Any, how: str) -> None:
         """The interpreter compares two values: what a poll returned is one side, what is wanted the other."""
+        self.comparisons += 1
+        if self.comparisons > MOST_COMPARISONS:
+            raise Found("no end", how_many=f"{MOST_COMPARISONS} comparisons without a memory event", place=line())
         fiber = self.current
-        if fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
+        if not how or fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
             return
         fiber.polls[-1].wanted = (how, int(np.asarray(right.data).ravel()[0]))
 
@@ -234,9 +243,12 @@ class Watch(Memory, ABC):
     def event(self, fiber: Fiber, what: str) -> int:
         """Notes who does what where; returns its number."""
         file, number = line()
+        if not number and fiber.item is not None:  # a copy, a flag, a torch operation: who enqueued it
+            file, number = fiber.item.place
         self.events.append((fiber, what, file, number))
+        self.comparisons = 0
         if len(self.events) > MOST_EVENTS:
-            raise Found("no end", events=len(self.events))
+            raise Found("no end", how_many=f"{len(self.events)} memory events", place=(file, number))
         self.happened()
         return len(self.events) - 1
 
@@ -274,12 +286,8 @@ class Watch(Memory, ABC):
     def polled(self, fiber: Fiber, region: Region, addresses: Any, made: Any, event: int) -> None:
         """Puts a fiber to sleep that reads the same again with nothing in between."""
         data = np.asarray(made.data)
-        key = (self.events[event][3], int(addresses[0]), len(addresses), data.tobytes())
-        if key in fiber.known:
+        if self._is_known(fiber, addresses, made, event):
             fiber.repeats += 1
-        else:
-            fiber.known.add(key)
-            fiber.repeats, fiber.patience, self.chances = 0, 2, 0
         fiber.handle = made
         poll = Poll(region, int(addresses[0]), int(data.ravel()[0]) if data.dtype.kind in "iub" else 0, event)
         wanted = [each.wanted for each in fiber.polls if each.address == poll.address]
@@ -294,10 +302,20 @@ class Watch(Memory, ABC):
             for address in addresses[1:]:
                 region.waiting.setdefault(int(address), []).append(fiber)
 
+    def _is_known(self, fiber: Fiber, addresses: Any, made: Any, event: int) -> bool:
+        """Whether a read tells what the fiber has read before; anything else is progress."""
+        key = (self.events[event][3], int(addresses[0]), len(addresses), hash(np.asarray(made.data).tobytes()))
+        if key in fiber.known:
+            return True
+        fiber.known.add(key)
+        fiber.progress = event
+        fiber.repeats, fiber.patience, fiber.doubt, self.chances = 0, 2, False, 0
+        return False
+
     def changed(self, fiber: Fiber, parts: list[tuple[Region, Any]], event: int) -> None:
         """Something was written: it is progress, and who waits there looks again."""
         fiber.known.clear()
-        fiber.polls, fiber.handle, self.chances = [], None, 0
+        fiber.polls, fiber.handle, fiber.doubt, self.chances = [], None, False, 0
         for region, at in parts:
             if region.waiting:
                 size = region.size
@@ -315,4 +333,4 @@ class Watch(Memory, ABC):
     def place() -> str:
         """File and line of the user's program, for a message."""
         file, number = line()
-        return f"{file}:{number}"
+        return f"{shown(file)}:{number}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -71,6 +72,12 @@ class SymmetricTensor:
         heap = self._alive()
         return heap.constant([arena.data_ptr() + self.offset for arena in heap.fabric.arenas])
 
+    def data_ptr(self) -> int:
+        """Kernels and copies, which ask for it, are to be told whose elements."""
+        raise ConfigError(
+            f"{self.name} lies on every rank; give {self.name}.local, {self.name}.peer(rank), or {self.name}.addresses."
+        )
+
     def _alive(self) -> SymmetricHeap:
         if self._heap is None:
             raise ConfigError(f"{self.name} was freed; allocate another, or free it after its last use.")
@@ -111,7 +118,8 @@ class SymmetricHeap:
         head = fabric.arenas[self.rank][:HEAD]
         head.zero_()
         self.fabric.synchronize()
-        self._agree("SymmetricHeap", nbytes, int(timeout * 1e9))  # nobody is given an address before all are zeroed
+        # Nobody is given an address before all are zeroed.
+        self._agree("SymmetricHeap", {"bytes": nbytes, "ns of timeout": int(timeout * 1e9)})
         self.context = self.constant(self._context(head.data_ptr()))
 
     def _context(self, head: int) -> list[int]:
@@ -157,11 +165,18 @@ class SymmetricHeap:
     def _allocate(self, shape: int | Sequence[int], dtype: torch.dtype, name: str, fill: int | None) -> SymmetricTensor:
         if not self.fabric.arenas:
             raise ConfigError(f"allocating {name}: the heap is closed; allocate before close(), or make another heap.")
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if dtype not in DTYPES or any(size < 0 for size in shape):
-            raise ConfigError(f"{name}: shape {shape} of {dtype}; sizes are at least 0, and of types {_names()}.")
-        nbytes = math.prod(shape) * dtype.itemsize
-        self._agree(f"allocating {name}", nbytes, DTYPES.index(dtype), len(shape), zlib.crc32(repr(shape).encode()))
+        try:
+            sizes = tuple(operator.index(size) for size in (shape if isinstance(shape, Sequence) else (shape,)))
+        except TypeError:
+            sizes = (-1,)
+        if dtype not in DTYPES or min(sizes, default=0) < 0:
+            asked = (shape,) if isinstance(shape, int) else shape
+            raise ConfigError(
+                f"{name}: shape {asked} of {dtype}; sizes are whole numbers, at least 0, and types {_names()}."
+            )
+        shape, nbytes = sizes, math.prod(sizes) * dtype.itemsize
+        kind = zlib.crc32(repr((shape, str(dtype))).encode())
+        self._agree(f"allocating {name}", {"bytes": nbytes, "another shape or type": kind})
         offset = self._place(nbytes, name)
         tensor = SymmetricTensor(self, offset, shape, dtype, name)
         self._tensors[offset] = tensor
@@ -190,10 +205,14 @@ class SymmetricHeap:
 
     def free(self, tensor: SymmetricTensor) -> None:
         """Collective: gives the memory back once every rank is done with it."""
+        if not isinstance(tensor, SymmetricTensor):
+            raise ConfigError(
+                f"free({type(tensor).__name__}): give what empty(), zeros() or signals() returned, whole."
+            )
         tensor._alive()
         if self._tensors.get(tensor.offset) is not tensor:
             raise ConfigError(f"{tensor.name} belongs to another heap; free it there.")
-        self._agree(f"freeing {tensor.name}", tensor.offset, tensor.nbytes)
+        self._agree(f"freeing {tensor.name}", {"another tensor": tensor.offset, "bytes": tensor.nbytes})
         self.barrier()
         self.fabric.freed(tensor.offset)
         if self.fabric.poison and tensor.nbytes:
@@ -209,14 +228,15 @@ class SymmetricHeap:
         self._constants.append(made)
         return made
 
-    def _agree(self, what: str, *values: int) -> None:
+    def _agree(self, what: str, values: dict[str, int]) -> None:
         """Raises on every rank alike when ranks do not ask for the same."""
-        found = self.fabric.exchange([zlib.crc32(what.encode()), *values])
+        found = self.fabric.exchange([zlib.crc32(what.encode()), *values.values()])
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
+                said = _difference(rank, theirs, found[0], [*values])
                 raise ConfigError(
-                    f"{what}: rank {rank} asks for {theirs[1:]}, rank 0 for {found[0][1:]}; every rank must make the "
-                    "same calls of the heap, of the same sizes, in the same order."
+                    f"{what}: {said}; every rank must make the same calls of the heap, of the same sizes, in the same "
+                    "order."
                 )
 
     # --- meeting -----------------------------------------------------------------------------------------------------
@@ -261,6 +281,9 @@ class SymmetricHeap:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy engine: `source` to `target`, contiguous and alike; a pull or a push by whose they are."""
+        for given in (target, source):
+            if not isinstance(given, torch.Tensor):
+                raise ConfigError(f"copy was given {_kind(given)}; give tensors, of the heap's .local or .peer(rank).")
         same = target.shape == source.shape and target.dtype == source.dtype
         if not same or not (target.is_contiguous() and source.is_contiguous()):
             raise ConfigError(
@@ -279,6 +302,8 @@ class SymmetricHeap:
 
     def wait(self, flag: torch.Tensor, value: int | torch.Tensor, peer: int) -> None:
         """Later work on this stream begins when this rank's word, which `peer` raises, has reached `value`."""
+        if not 0 <= peer < self.size:
+            raise ConfigError(f"a wait for rank {peer}: the heap has {self.size} ranks; give 0 to {self.size - 1}.")
         self.fabric.wait(_word(flag), _number(value), peer, self.context)
 
     def event(self) -> Event:
@@ -330,7 +355,19 @@ def _fabric(nbytes: int, group: dist.ProcessGroup | None, device: torch.device) 
     raise ConfigError(f"a symmetric heap on {device.type}; give cuda or cpu.")
 
 
+def _difference(rank: int, theirs: list[int], first: list[int], labels: list[str]) -> str:
+    """How a rank's call differs from that of rank 0."""
+    if theirs[0] != first[0]:
+        return f"rank {rank} and rank 0 make different calls of the heap"
+    label, one, other = next(each for each in zip(labels, theirs[1:], first[1:], strict=True) if each[1] != each[2])
+    if label.startswith("another"):
+        return f"rank {rank} asks for {label} than rank 0"
+    return f"rank {rank} asks for {one} {label}, rank 0 for {other}"
+
+
 def _word(flag: torch.Tensor) -> torch.Tensor:
+    if not isinstance(flag, torch.Tensor):
+        raise ConfigError(f"a flag is one int32 word, found {_kind(flag)}; give one word of .local or .peer(rank).")
     if flag.numel() != 1 or flag.dtype != torch.int32:
         raise ConfigError(f"a flag is one int32 word, found {tuple(flag.shape)} of {flag.dtype}; index one word.")
     return flag
@@ -338,7 +375,16 @@ def _word(flag: torch.Tensor) -> torch.Tensor:
 
 def _number(value: int | torch.Tensor) -> int | torch.Tensor:
     """An int wrapped into 32 bits, as words do."""
-    return value if isinstance(value, torch.Tensor) else (value + (1 << 31)) % (1 << 32) - (1 << 31)
+    if isinstance(value, torch.Tensor):
+        return _word(value)
+    try:
+        return (operator.index(value) + (1 << 31)) % (1 << 32) - (1 << 31)
+    except TypeError:
+        raise ConfigError(f"a flag's value is {value!r}; give a whole number, or a tensor of one int32.") from None
+
+
+def _kind(value: object) -> str:
+    return f"all of {value.name}" if isinstance(value, SymmetricTensor) else type(value).__name__
 
 
 def _names() -> str:

@@ -13,20 +13,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import re
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 import triton.language as tl
+from triton.backends.amd.compiler import HIPOptions
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime import interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, nearest
 from interlace.symmetric import shortcuts
 from interlace.symmetric.ptx import MODELS
 
@@ -34,6 +37,7 @@ MODELLED = re.compile(
     r"mov\.u64 \$0, %globaltimer|nanosleep\.u32|cp\.async\.bulk\.wait_group 0|fence\.proxy\.async"
     r"|(?:fence\.(?:acq_rel|sc)|membar)\.(?:cta|gpu|gl|sys)"
 )
+OPTIONS = frozenset(each.name for kind in (CUDAOptions, HIPOptions) for each in fields(kind))  # of a launch
 HARMLESS = re.compile(r"^mov\.u32 \$0, 0x0$|^mov\.u32 \$0, 0$|^$")
 
 
@@ -195,6 +199,9 @@ class Watcher(Protocol):
 
     def launch(self, kernel: Launch) -> None: ...
 
+    def called(self, name: str) -> None:
+        """A kernel or device function without a grid."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -224,22 +231,48 @@ def _interpreted(function: Any, cache: dict[Any, Any]) -> Any:
     return found
 
 
-def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options: dict[str, Any]) -> Launch:
-    body = _interpreted(function, cache)
+def _bound(called: str, body: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """A kernel's arguments by name; what Triton refuses is refused."""
     names = inspect.getfullargspec(body).args
-    bound = inspect.getcallargs(body, *args, **{key: value for key, value in options.items() if key in names})
+    unknown = [key for key in options if key not in names and key not in OPTIONS]
+    if unknown:
+        close = nearest(unknown[0], [*names, *OPTIONS])
+        hint = f'did you mean "{close}"?' if close else f"its parameters are {', '.join(names)}."
+        raise ConfigError(f"{called} was given {unknown[0]}, which is no parameter and no option of a launch; {hint}")
+    try:
+        return inspect.getcallargs(body, *args, **{key: value for key, value in options.items() if key in names})
+    except TypeError as error:
+        words = str(error).removeprefix(f"{called}() ")
+        raise ConfigError(f"{called} {words}; its parameters are {', '.join(names)}.") from None
+
+
+def _programs(called: str, grid: Any, bound: dict[str, Any]) -> tuple[int, int, int]:
+    made = grid(bound) if callable(grid) else grid
+    try:
+        sizes = tuple(operator.index(size) for size in made)
+    except TypeError:
+        sizes = ()
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 0:
+        raise ConfigError(f"{called}[{made!r}]: a grid is 1 to 3 whole numbers, as in {called}[(programs,)](...).")
+    width, height, depth = (*sizes, 1, 1)[:3]
+    return width, height, depth
+
+
+def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options: dict[str, Any]) -> Launch:
+    body, called = _interpreted(function, cache), function.fn.__name__
+    bound = _bound(called, body, args, options)
     kinds = inspect.get_annotations(body)
     tensors = {}
     for name, value in bound.items():
         base = getattr(value, "base", value)  # of a tensor descriptor
         if hasattr(base, "data_ptr"):
+            base.data_ptr()  # of what has none, says so
             tensors[name] = base
     arguments = {
         name: value if "constexpr" in str(kinds.get(name, "")) else interpreter._implicit_cvt(value)
         for name, value in bound.items()
     }
-    width, height, depth = (*(int(n) for n in (grid(bound) if callable(grid) else grid)), 1, 1)[:3]
-    return Launch(function.fn.__name__, body, arguments, tensors, (width, height, depth))
+    return Launch(called, body, arguments, tensors, _programs(called, grid, bound))
 
 
 def _flat(pointers: Any, mask: Any) -> Any:
@@ -257,6 +290,8 @@ def _word(value: Any) -> str:
 
 COMPARED = {"SLT": "<", "SLE": "<=", "SGT": ">", "SGE": ">=", "EQ": "==", "NE": "!="}
 COMPARED |= {"ULT": "<", "ULE": "<=", "UGT": ">", "UGE": ">="}
+COMPARED = {f"icmp{name}": how for name, how in COMPARED.items()}
+COMPARED |= {f"fcmp{name}": "" for name in ("OLT", "OLE", "OGT", "OGE", "OEQ", "UNE")}  # of no word that is polled
 
 
 def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
@@ -315,16 +350,6 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         watcher.compared(left, right, "-")
         return made
 
-    def dot(a: Any, b: Any, total: Any, precision: Any, most: Any) -> Any:
-        return kind.create_dot(builder, as_float(a), as_float(b), total, precision, most)
-
-    def as_float(operand: Any) -> Any:
-        """The interpreter multiplies the 16 bits of a bfloat16 as an integer."""
-        if operand.dtype.scalar is not tl.bfloat16:
-            return operand
-        bits = operand.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
     def ptx(word: str, operands: list[Any]) -> int:
         if word != "st.release.sys":
             return watcher.ptx(word)
@@ -345,8 +370,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         "create_barrier": lambda: watcher.barrier(),
         "create_inline_asm": inline_asm(ptx),
         "create_sub": subtract,
-        "create_dot": dot,
-        **{f"create_icmp{name}": compare(f"create_icmp{name}", how) for name, how in COMPARED.items()},
+        **{f"create_{name}": compare(f"create_{name}", how) for name, how in COMPARED.items()},
     }
 
 
@@ -364,6 +388,7 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
             watcher.launch(_launch(self, cache, grid, args, options))
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
+        watcher.called(self.fn.__name__)
         options.pop("_semantic", None)
         return _interpreted(self, cache)(*args, **options)
 

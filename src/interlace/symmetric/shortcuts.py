@@ -44,13 +44,76 @@ def operations() -> dict[str, Callable[..., Any]]:
         return handle(pointers.data + size_of(kind) * offset.data.astype(unsigned), kind)
 
     def quick_binary_op(left: Any, right: Any, operation: Any) -> Any:
-        made = operation(left.data, right.data)
         kind = left.dtype.scalar
+        if kind is tl.bfloat16:
+            return as_bfloat16(operation(as_float32(left), as_float32(right)))
+        made = operation(left.data, right.data)
         if made.dtype is left.data.dtype:  # no wider than what it was made of
             return handle(made, kind)
         return binary_op(builder, left, right, operation)
 
-    return {"create_addptr": create_addptr, "binary_op": quick_binary_op}
+    return {"create_addptr": create_addptr, "binary_op": quick_binary_op, **bfloat16_operations()}
+
+
+# Triton's interpreter keeps the 16 bits of a bfloat16 and calculates with them as with an integer.
+
+
+def as_float32(operand: Any) -> Any:
+    """The numbers of a handle, whose bits those of a bfloat16 are."""
+    if operand.dtype.scalar is not tl.bfloat16:
+        return operand.data
+    return (np.asarray(operand.data).astype(np.uint32) << 16).view(np.float32)
+
+
+def as_bfloat16(numbers: Any) -> Any:
+    """A handle of numbers rounded to the nearest bfloat16, ties to even, as GPUs do; what comparisons give stays so."""
+    if np.asarray(numbers).dtype == bool:
+        return interpreter.TensorHandle(numbers, tl.bfloat16)
+    single = np.asarray(numbers, np.float32)
+    bits = single.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return interpreter.TensorHandle(np.where(np.isnan(single), np.uint16(0x7FC0), rounded), tl.bfloat16)
+
+
+def bfloat16_operations() -> dict[str, Callable[..., Any]]:
+    """Of the builder: what must see numbers in a bfloat16; binary operations see to it themselves."""
+    builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
+
+    def floats(operand: Any) -> Any:
+        return handle(as_float32(operand), tl.float32) if operand.dtype.scalar is tl.bfloat16 else operand
+
+    def cast_impl(source: Any, target: Any) -> Any:
+        if target.scalar is tl.bfloat16 and source.dtype.scalar is not tl.bfloat16:
+            return as_bfloat16(source.data)
+        return kind.cast_impl(builder, floats(source) if target.scalar is not tl.bfloat16 else source, target)
+
+    def unary_op(operand: Any, operation: Any) -> Any:
+        if operand.dtype.scalar is tl.bfloat16:
+            return as_bfloat16(operation(as_float32(operand)))
+        return kind.unary_op(builder, operand, operation)
+
+    def ternary_op(one: Any, two: Any, three: Any, operation: Any) -> Any:
+        if one.dtype.scalar is tl.bfloat16:  # not of a choice, which copies
+            return as_bfloat16(operation(*(as_float32(each) for each in (one, two, three))))
+        return kind.ternary_op(builder, one, two, three, operation)
+
+    def fma(one: Any, two: Any, three: Any) -> Any:
+        if one.dtype.scalar is tl.bfloat16:
+            return as_bfloat16(as_float32(one) * as_float32(two) + as_float32(three))
+        return kind.create_fma(builder, one, two, three)
+
+    def dot(one: Any, two: Any, total: Any, precision: Any, most: Any) -> Any:
+        return kind.create_dot(builder, floats(one), floats(two), total, precision, most)
+
+    return {
+        "get_bf16": lambda value: as_bfloat16(np.array([value])),
+        "cast_impl": cast_impl,
+        "unary_op": unary_op,
+        "ternary_op": ternary_op,
+        "create_fma": fma,
+        "create_dot": dot,
+    }
 
 
 def element_sizes() -> Callable[[Any], int]:
