@@ -371,7 +371,12 @@ def _open_store(place: Place, timeout: float) -> Store:
     host, held = _address(place)
     master = place.rank == 0 and held
     listener = listen(place.port, everywhere=host != LOOPBACK) if master else None
-    _reach(place, host, min(timeout, SELF) if master else timeout)
+    try:
+        _reach(place, host, min(timeout, SELF) if master else timeout)
+    except Hang:
+        if listener is not None:
+            os.close(listener)
+        raise
     try:
         with _quiet_if_it_fails():
             store = TCPStore(host, place.port, None, master, timedelta(seconds=timeout), False, False, listener)

@@ -25,7 +25,6 @@ micro-batch): a static property too.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -152,7 +151,7 @@ class DataParallel(nn.Module):
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
         self._register_hooks()
-        weakref.finalize(self, frozen.keep(self._trainable))
+        frozen.keep(self._trainable)
         for flat in self.flats:
             if flat.slot is None:
                 flat.point(flat.main)

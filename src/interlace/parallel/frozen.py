@@ -10,8 +10,9 @@ One thing differs: the optimizer counts its steps for the whole flat main weight
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,39 +34,46 @@ class _Kept:
     decays: bool
 
 
-def keep(flats: Iterable[Flat]) -> Callable[[], None]:
-    """Watches every optimizer's steps for the leaves of these runs, until what it returns is called."""
-    places = {id(leaf): (weakref.ref(flat), start) for flat in flats for leaf, start in flat.leaves_from}
-    kept: dict[int, list[_Kept]] = {}
+_RUNS: weakref.WeakSet[Flat] = weakref.WeakSet()
+_KEPT: dict[int, list[_Kept]] = {}  # by optimizer, while it makes a step
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        kept[id(optimizer)] = []
-        for group in optimizer.param_groups:
-            for leaf in group["params"]:
-                of, start = places.get(id(leaf), (None, 0))
-                flat = of() if of is not None else None
-                slices, whole = flat.frozen(leaf, start) if flat is not None else ([], False)
-                for place in [] if whole and leaf.grad is None else slices:
-                    state = {name: value[place].clone() for name, value in _state(optimizer, leaf).items()}
-                    values, decays = leaf.detach()[place].clone(), bool(group.get("weight_decay"))
-                    kept[id(optimizer)].append(_Kept(leaf, place, values, state, decays))
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for each in kept.pop(id(optimizer), ()):
-            each.leaf.detach()[each.place].copy_(each.values)
-            for name, value in _state(optimizer, each.leaf).items():
-                if name in each.state:
-                    value[each.place].copy_(each.state[name])
-                elif each.decays:  # made in this step, of no gradient but perhaps of weight decay
-                    value[each.place].zero_()
+def keep(flats: Iterable[Flat]) -> None:
+    """Watches every optimizer's steps for the leaves of these runs, as long as the runs live."""
+    _watch()
+    _RUNS.update(flats)
 
-    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 
-    def stop() -> None:
-        for handle in handles:
-            handle.remove()
+@functools.cache
+def _watch() -> None:
+    """Once, and for good: PyTorch goes over its hooks while a collection of garbage might take one away."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
 
-    return stop
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    places = {id(leaf): (flat, start) for flat in list(_RUNS) for leaf, start in flat.leaves_from}
+    kept = _KEPT[id(optimizer)] = []
+    for group in optimizer.param_groups:
+        for leaf in group["params"]:
+            if id(leaf) not in places:
+                continue
+            flat, start = places[id(leaf)]
+            slices, whole = flat.frozen(leaf, start)
+            for place in [] if whole and leaf.grad is None else slices:
+                state = {name: value[place].clone() for name, value in _state(optimizer, leaf).items()}
+                values, decays = leaf.detach()[place].clone(), bool(group.get("weight_decay"))
+                kept.append(_Kept(leaf, place, values, state, decays))
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for each in _KEPT.pop(id(optimizer), ()):
+        each.leaf.detach()[each.place].copy_(each.values)
+        for name, value in _state(optimizer, each.leaf).items():
+            if name in each.state:
+                value[each.place].copy_(each.state[name])
+            elif each.decays:  # made in this step, of no gradient but perhaps of weight decay
+                value[each.place].zero_()
 
 
 def _state(optimizer: torch.optim.Optimizer, leaf: nn.Parameter) -> dict[str, torch.Tensor]:
