@@ -64,9 +64,9 @@ class Taken(Costs):
 
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
-    """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 1 ms for each
-    transfer, and 3 for starting together, more where the machine is busy; and no quicker than the table with the times
-    that were asked for.
+    """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 3 ms for starting
+    together, more where the machine is busy, and what a step takes in which nobody sleeps; where sleepers wake late,
+    those who wait for a message do so too, twice an action.  And no quicker than the table with the times asked for.
 
     What another load of the machine has slowed down is measured again, up to three times.
     """
@@ -78,12 +78,14 @@ def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) ->
         for number, (name, count, chunks, _) in enumerate(jobs):
             table = generate(name, 4, count, chunks)
             step = min(rank[number][0] for rank in found)
-            assert step >= makespan(simulate(table, Costs.even(table.stages, *seconds))), name
+            asked = makespan(simulate(table, Costs.even(table.stages, *seconds)))
+            assert step >= asked, name
             taken = {text: time for rank in found for text, time in rank[number][1].items()}
             expected = makespan(simulate(table, Taken(taken)))
-            if step > expected + limit(0.03 * expected + 0.003):
+            idle = min(rank[number][2] for rank in found)
+            if step > expected + limit(0.03 * expected + 0.003) + idle + 2 * (expected - asked):
                 left.append(jobs[number])
-                late.append(f"{name}: {step:.3f} s, {expected:.3f} s by its table")
+                late.append(f"{name}: {step:.3f} s, {expected:.3f} s by its table, {idle:.3f} s without sleeps")
         if not left:
             break
     assert not left, late
