@@ -34,6 +34,7 @@ from interlace.config import ModelConfig, TrainSection, load
 from interlace.mesh import Mesh
 from interlace.models.decoder import Decoder, initial_value, initialise
 from interlace.parallel.data import DataParallel
+from interlace.streams import kept_by_graphs
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute
@@ -54,6 +55,7 @@ class Variant:
     resident: int = 0
     peak: int = 0
     outside: int = 0  # bytes that torch's allocator does not count
+    graphs: bool = False  # replays CUDA graphs, whose memory all such variants of a process share
     host: list[float] = field(default_factory=list)  # ms that the host took to hand a step out
     record: Record | None = None  # of the last step's waits and transfers
 
@@ -172,7 +174,8 @@ def timed(variant: Variant, batch: Batch, steps: int, device: torch.device) -> f
     end = now(device)
     wait(device)
     if device.type == "cuda":
-        variant.peak = max(variant.peak, torch.cuda.max_memory_allocated() - others)
+        own = kept_by_graphs(device) if variant.graphs else 0
+        variant.peak = max(variant.peak, torch.cuda.max_memory_allocated() - others + own)
     took = torch.tensor([1e3 * between(begin, end) / steps])
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return took.item()

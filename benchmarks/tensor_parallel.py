@@ -88,7 +88,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         variant.record = groups["tp"].meter.cut()
         return result.loss, result.grad_norm
 
-    variant = Variant(name, step, outside=model.window_bytes)
+    variant = Variant(name, step, outside=model.window_bytes, graphs=made.replays)
     return variant
 
 
@@ -194,23 +194,33 @@ def main() -> None:
     turns = [[name] for name in rounds] if given.alone else [list(rounds)]
     for names in turns:
         _free(device)
-        tried = [attempt(name, cfg, groups, device, batch, expected) for name in names]
-        variants = [variant for variant in tried if variant is not None]
-        for _ in range(given.rounds):
-            for variant in variants:
-                rounds[variant.name].append(timed(variant, batch, given.steps, device))
-        for variant in variants:
-            peak = (variant.peak + variant.outside) / 2**30
-            rows.append((variant.name, waited(variant), statistics.median(variant.host), peak))
-            if variant.name in given.profile.split(","):
-                profile(variant, batch, rank)
-        variants.clear()
+        rows += _turn(given, names, rounds, cfg, groups, device, batch, expected)
     if rank == 0:
         table(given, cfg, rows, rounds, ranks)
     dist.destroy_process_group()
 
 
+def _turn(
+    given: argparse.Namespace, names: list[str], rounds: dict[str, list[float]], cfg: ModelConfig, groups: Groups,
+    device: torch.device, batch: Batch, expected: object
+) -> list[tuple[str, float, float, float]]:  # fmt: skip
+    """Builds and times `names` in turn; nothing of them is left afterwards."""
+    rows = []
+    tried = [attempt(name, cfg, groups, device, batch, expected) for name in names]
+    variants = [variant for variant in tried if variant is not None]
+    for _ in range(given.rounds):
+        for variant in variants:
+            rounds[variant.name].append(timed(variant, batch, given.steps, device))
+    for variant in variants:
+        peak = (variant.peak + variant.outside) / 2**30
+        rows.append((variant.name, waited(variant), statistics.median(variant.host), peak))
+        if variant.name in given.profile.split(","):
+            profile(variant, batch, groups.rank)
+    return rows
+
+
 def _free(device: torch.device) -> None:
+    torch._dynamo.reset()  # the graphs of variants that are gone too
     gc.unfreeze()
     gc.collect()
     if device.type == "cuda":

@@ -7,6 +7,7 @@ several times and changes streams twice, and a training step of a split model ha
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -60,6 +61,20 @@ def expect_graphs() -> None:
     """From here on this process may capture CUDA graphs that own memory, such as those of PyTorch's compiler."""
     global _graphs_own_memory
     _graphs_own_memory = True
+
+
+def kept_by_graphs(device: torch.device) -> int:
+    """Bytes that CUDA graphs hold for themselves beyond what counts as allocated: no other tensor may lie there."""
+    if device.type != "cuda" or not _graphs_own_memory:
+        return 0
+    return _kept(device.index, torch.cuda.memory_reserved(device))
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(index: int, reserved: int) -> int:
+    """Looks at all segments, which takes milliseconds, only when their sum has changed."""
+    own = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0)]
+    return sum(each["total_size"] - each["allocated_size"] for each in own if each["device"] == index)
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:

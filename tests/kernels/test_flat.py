@@ -36,6 +36,17 @@ def compare_sums(device: str) -> None:
                 assert torch.equal(found, add_in_order(parts[:rows], begun, first=False)), (ranks, count, rank, rows)
 
 
+def compare_squares(device: str) -> None:
+    from interlace.kernels.chunk_squares import chunk_squares
+    from interlace.parallel.norm import tree_sum
+
+    generator = torch.Generator().manual_seed(2)
+    for chunk, count in ((1, 5), (32, 7), (1024, 3), (4096, 2), (64, 0)):
+        gradient = torch.randn(chunk * count, generator=generator).to(device)
+        expected = tree_sum(gradient.view(-1, chunk).square())
+        assert torch.equal(chunk_squares(gradient, chunk), expected), (chunk, count)
+
+
 def compare_adamw(device: str) -> None:
     from interlace.kernels.adamw import adamw
 
@@ -67,8 +78,8 @@ def compare_adamw(device: str) -> None:
 def test_equal_plain_operations_in_the_interpreter() -> None:
     script = (
         "import sys; sys.path[:0] = ['tests/kernels']\n"
-        "from test_flat import compare_adamw, compare_sums\n"
-        "compare_sums('cpu'); compare_adamw('cpu'); print('equal')\n"
+        "from test_flat import compare_adamw, compare_squares, compare_sums\n"
+        "compare_sums('cpu'); compare_squares('cpu'); compare_adamw('cpu'); print('equal')\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": "src"}
     command = [sys.executable, "-c", script]
@@ -79,4 +90,5 @@ def test_equal_plain_operations_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_equal_plain_operations_on_a_gpu() -> None:
     compare_sums("cuda")
+    compare_squares("cuda")
     compare_adamw("cuda")

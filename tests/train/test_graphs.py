@@ -32,6 +32,7 @@ def test_only_compiled_blocks_are_replayed(tmp_path: Path) -> None:
         ("pp=2", [], "several micro-batches under way"),
         ("cp=2", [], "context axis"),
         ("dp=2", ["model.num_experts=4", "model.expert_ffn_size=12"], "rows go to each expert"),
+        ("tp=2 recompute=full", [], "runs blocks again"),
         ("dp=2", ["data.documents=separate"], "data.documents=joined joins them"),
         ("tp=2", [], ""),
         ("dp=2 zero=3", [], ""),
@@ -86,7 +87,6 @@ PLANS = [
     "tp=2",
     "tp=2 overlap=fused",
     "tp=2 overlap=off sequence=off",
-    "tp=2 recompute=full",
     "tp=2 recompute=selective micro_batches=2",
     "dp=2 zero=3",
     "dp=2 zero=1 micro_batches=2",
@@ -96,14 +96,14 @@ PLANS = [
 @pytest.mark.gpu2
 @pytest.mark.parametrize("plan", PLANS)
 def test_graphs_change_no_number_on_two_gpus(plan: str, tmp_path: Path) -> None:
-    words = ["model.hidden_size=256", "model.head_dim=64", "model.num_layers=3", "data.sequence_length=127",
+    words = ["model.hidden_size=256", "model.head_dim=64", "model.num_layers=2", "data.sequence_length=127",
              "train.precision=bf16", "train.optimizer=sgd", "train.learning_rate=0.05", "train.warmup=0",
              "data.documents=joined", "train.compile=true"]  # fmt: skip
     configs = [runs.config(tmp_path, plan, [*words, *more]).to_toml() for more in ([], ["train.graphs=true"])]
     argument = {"configs": configs, "count": 6}
     for plain, graphs in run_local("rank_functions_graphs:steps", 2, argument, device="cuda", timeout=120.0):
         assert plain["replayed"] == 0
-        assert graphs["replayed"] >= 6, "three blocks forward and backward"
+        assert graphs["replayed"] >= 4, "two blocks forward and backward"
         for (loss, norm), (same_loss, same_norm) in zip(plain["rows"], graphs["rows"], strict=True):
             assert same_loss == pytest.approx(loss, rel=2e-3), (plain, graphs)
             assert same_norm == pytest.approx(norm, rel=2e-2), (plain, graphs)

@@ -40,6 +40,10 @@ def chunk_squares(gradient: torch.Tensor, chunk: int) -> torch.Tensor:
     gradient: 1-D, whole chunks, a power of two of elements each.  Squares and sums of a chunk are in fp32.
     """
     assert chunk & (chunk - 1) == 0 and gradient.numel() % chunk == 0, (gradient.numel(), chunk)
+    if gradient.is_cuda and gradient.dtype == torch.float32:
+        from interlace.kernels.chunk_squares import chunk_squares as in_one_pass  # needs Triton
+
+        return in_one_pass(gradient, chunk).double()
     block = max(chunk, BLOCKS[gradient.device.type])
     sums = [tree_sum(part.view(-1, chunk).square()).double() for part in gradient.split(block)]
     return torch.cat(sums) if sums else gradient.new_zeros(0, dtype=torch.float64)

@@ -43,6 +43,7 @@ from interlace.events import Event, to_jsonl
 from interlace.models.decoder import Decoder
 from interlace.report.draw import write_loss_curve
 from interlace.schedule import FORMS
+from interlace.streams import kept_by_graphs
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import session as sessions
@@ -542,7 +543,7 @@ def _memory(session: Session) -> int:
     """Peak bytes of this rank: allocated on the GPU, resident in the process on a CPU."""
     device = session.world.device
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) + session.model.window_bytes
+        return torch.cuda.max_memory_allocated(device) + session.model.window_bytes + kept_by_graphs(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -193,6 +193,8 @@ def _no_graphs(cfg: Config, device: torch.device) -> str:
         return "the host reads how many rows go to each expert"
     if cfg.plan.cp > 1:
         return "attention over the context axis takes turns that the host counts"
+    if cfg.plan.recompute == "full":
+        return "recompute=full runs blocks again amid the backward pass"
     if cfg.data.documents != "joined":
         return "documents apart have other lengths in each step (data.documents=joined joins them)"
     return ""
