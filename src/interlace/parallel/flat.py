@@ -464,7 +464,8 @@ class Flat:
             self.grad = torch.empty(self.numel, dtype=dtype, device=self.main.device)
         ends = [member.offset + member.numel for member in self.members]
         for end, following in zip(ends, [*self.cut.offsets[1:], self.numel], strict=True):
-            self.grad[end:following].zero_()
+            if end < following:
+                self.grad[end:following].zero_()
 
     def _enter_outbox(self) -> torch.Tensor:
         """The run's place in the memory that its peers read."""

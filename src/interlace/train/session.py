@@ -102,7 +102,7 @@ class Session:
 def build(world: World, cfg: Config) -> Session:
     """Collective: every rank calls it with the same configuration."""
     if cfg.run.deterministic or cfg.run.reproducible == "plan":
-        _pin(cfg)
+        _pin(cfg, world.device)
     model_cfg = cfg.model_config()
     dataset = Dataset.open(cfg.data, model_cfg.vocab_size, cfg.run.seed)
     mesh = Mesh.of(cfg.plan)
@@ -227,16 +227,17 @@ def _across_hosts(session: Session) -> str | None:
     return across_hosts(cfg, counts, hosts, Topology.from_device_name(name))
 
 
-def _pin(cfg: Config) -> None:
+def _pin(cfg: Config, device: torch.device) -> None:
     """Makes operators deterministic, for this process; for the same bits under every plan, also what else they hang on.
 
     One thread on a CPU, whatever the environment says, since the usual number depends on the ranks beside it; fp32
     products in fp32; fixed shapes when compiled.  Nothing reads memory that nobody wrote, so filling it is left out.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
+    if device.type == "cuda":
+        _pin_products(device)
     if cfg.run.reproducible == "plan":
         torch.set_num_threads(1)
         torch.set_float32_matmul_precision("highest")
@@ -245,6 +246,26 @@ def _pin(cfg: Config) -> None:
         import torch._dynamo.config as compiling  # slow to import
 
         compiling.automatic_dynamic_shapes = False  # one rank may see a shape that another does not
+
+
+def _pin_products(device: torch.device) -> None:
+    """Lets products be made with deterministic algorithms, which PyTorch refuses without CUBLAS_WORKSPACE_CONFIG.
+
+    It looks for that once.  As long as the variable is set it also matches it against a regular expression for every
+    product, 50 us of the host, for the size of the memory that it hands to the library with or without it, which is
+    what fixes the order of sums.  So the variable is there for the first product; if a second is refused, it stays.
+    """
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    if name in os.environ:
+        return
+    one = torch.ones(8, 8, device=device)
+    os.environ[name] = ":4096:8"
+    torch.mm(one, one)
+    del os.environ[name]
+    try:
+        torch.mm(one, one)
+    except RuntimeError:
+        os.environ[name] = ":4096:8"
 
 
 def initial_values(
