@@ -59,9 +59,9 @@ def report(
             found["against"] = {"source": other.name} | tables.to_json(compared, others)
             found["differences"] = tables.differences_json(chosen, compared)
         place = Path(out or (Path(paths[0]) if (Path(paths[0]) / "events.jsonl").exists() else Path()) / "report.html")
-        _write(place, page(title, source.summary, scenes, everything, notes))
+        write(place, page(title, source.summary, scenes, everything, notes))
         if chrome:
-            with _writing(Path(chrome)):
+            with _writing(Path(chrome), "--chrome FILE"):
                 write_chrome(chrome, sorted(source.events, key=lambda event: event.begin))
         if as_json:
             print(json.dumps(found | {"notes": notes}, indent=1))
@@ -69,7 +69,7 @@ def report(
             _print_report(title, source.summary, chosen, everything, notes)
             if against:
                 print(f"against {scenes[0].title}")
-                _print_table(tables.differences(chosen, compared))
+                print_table(tables.differences(chosen, compared))
         print(f"wrote {place}" + (f" and {chrome}" if chrome else ""), file=sys.stderr)
 
     guarded(work, debug)
@@ -89,7 +89,7 @@ def _print_report(title: str, summary: str, chosen: Ledger, everything: Sequence
     print(title)
     if summary:
         print(summary)
-    _print_table(tables.table(chosen, everything))
+    print_table(tables.table(chosen, everything))
     for line in tables.transfer_lines(chosen):
         print(line)
     for heading, kinds in (("longest exposed", ("transfer", "waiting", "bubble")), ("unknown", ("unknown",))):
@@ -99,7 +99,7 @@ def _print_report(title: str, summary: str, chosen: Ledger, everything: Sequence
         print(f"note: {note}")
 
 
-def _print_table(shown: Table) -> None:
+def print_table(shown: Table) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as Drawn
@@ -116,15 +116,16 @@ def _print_table(shown: Table) -> None:
     console.print(drawn)
 
 
-def _write(place: Path, words: str) -> None:
-    with _writing(place):
+def write(place: Path, words: str, option: str = "--out FILE") -> None:
+    """ResourceError, which names the option that says where, if it cannot."""
+    with _writing(place, option):
         place.write_text(words, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _writing(place: Path) -> Iterator[None]:
+def _writing(place: Path, option: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise errors.ResourceError(f"cannot write {place} ({reason}); choose another file with --out FILE.") from None
+        raise errors.ResourceError(f"cannot write {place} ({reason}); choose another file with {option}.") from None
