@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_verify import explain, prove
 import runs
 from interlace import spec
 from interlace.checkpoint import Reader
+from interlace.config import loads
 from interlace.schedule import generate, lower
 from interlace.train import loop, verify
 
@@ -144,6 +146,8 @@ def test_checkpoints_go_on_under_any_pipeline(run_ranks: Run, tmp_path: Path) ->
     kept = [(Path(cfg.run.out) / "schedule.csv") for cfg in then]
     assert [file.exists() for file in kept] == [True, False, False]
     assert kept[0].read_text() == (tmp_path / "own.csv").read_text()
+    recorded = loads((Path(then[0].run.out) / "run.toml").read_text())
+    assert recorded == replace(then[0], plan=replace(then[0].plan, schedule=str(kept[0]))), "goes on without the first"
     expected = Reader(Path(alone.run.out) / "checkpoints" / "step-8")
     for cfg in then:
         assert [row["loss"] for row in runs.metrics(cfg)] == pytest.approx([r["loss"] for r in whole[4:]], rel=1e-5)

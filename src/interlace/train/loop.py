@@ -22,12 +22,13 @@ import contextlib
 import gc
 import json
 import math
+import re
 import resource
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +275,13 @@ class _RunFolder:
 
     def _open(self) -> None:
         """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
+        cfg, copy = self.session.cfg, self.out / "schedule.csv"
+        if cfg.plan.pp > 1 and cfg.plan.schedule not in FORMS:
+            copy.write_text(Path(cfg.plan.schedule).read_text(encoding="utf-8-sig"), encoding="utf-8")
+            if not re.search(r"\s", str(copy)):  # the run goes on without the first file; plans are split at spaces
+                cfg = replace(cfg, plan=replace(cfg.plan, schedule=str(copy)))
         table = f"# products chosen by the table {self.session.table}\n" if self.session.table else ""
-        (self.out / "run.toml").write_text(table + self.session.cfg.to_toml(), encoding="utf-8")
-        plan = self.session.cfg.plan
-        if plan.pp > 1 and plan.schedule not in FORMS:
-            text = Path(plan.schedule).read_text(encoding="utf-8-sig")
-            (self.out / "schedule.csv").write_text(text, encoding="utf-8")
+        (self.out / "run.toml").write_text(table + cfg.to_toml(), encoding="utf-8")
         (self.out / "data.json").write_text(json.dumps(self.session.dataset.record(), indent=1), encoding="utf-8")
         (self.out / "error.json").unlink(missing_ok=True)
         metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
