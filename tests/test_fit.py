@@ -100,6 +100,9 @@ def test_refusals_on_the_data_axis(plan: str, world: int, found: str, nearest: s
             "asks for layers=3/6, found 2 stages of a layer or more and 8 layers",
             '"pp=2"',
         ),
+        ("dp=2 unsharded=1", "pp", "asks for unsharded=1 without a pipeline (pp=1)", '"dp=2"'),
+        ("dp=2 pp=2 zero=2 unsharded=1", "pp", "asks for unsharded=1 without zero=3", '"dp=2 pp=2 zero=3 unsharded=1"'),
+        ("pp=2 zero=3 unsharded=2", "pp", "asks for unsharded=2, found 1 stages a rank", '"pp=2 zero=3"'),
         ("dp=2 schedule=zbv", "pp", "asks for schedule=zbv without a pipeline (pp=1)", '"dp=2"'),
         ("dp=2 schedule=own.csv", "pp", "asks for schedule=own.csv without a pipeline (pp=1)", '"dp=2"'),
         ("pp=5 schedule=zbv", "pp", "asks for pp=5 chunks=2, found 8 layers for 10 stages", '"pp=5"'),
@@ -281,6 +284,21 @@ def test_tied_embedding_stays_whole() -> None:
     rest = total_parameters(config.model_config()) - tied
     assert memory.parameters == pytest.approx(4 * (tied + rest) / 4 + 2 * tied, rel=1e-2)
     assert memory.gather < 2 * rest / 4
+
+
+def test_stages_that_take_turns_being_whole() -> None:
+    """Copies in bf16 of some stages of a rank, or of all; where they do not fit, fewer are, before any recompute."""
+    plain = "dp=2 pp=4 zero=3 schedule=interleaved chunks=4 micro_batches=8"
+    words = ("train.precision=bf16", "train.global_batch=16")  # as many micro-batches as there are
+    configs = [eight_billion(f"{plain} unsharded={number}", *words) for number in range(4)]
+    for config in configs:
+        check(config, 8, available_axes=("dp", "pp"))
+    every, one, two, three = (estimate(config, config.plan) for config in configs)
+    stage = 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096)  # elements: 8 layers a rank, 2 a stage
+    assert every.parameters - three.parameters == pytest.approx(2 * stage, rel=1e-2)
+    assert two.parameters - one.parameters == pytest.approx(2 * stage, rel=1e-2)
+    near = nearest_plans(configs[0], 8, every.total - 1, ("dp", "pp"))[0]
+    assert near == configs[1].plan
 
 
 def test_every_cure_helps() -> None:
@@ -486,6 +504,11 @@ def test_what_pipelines_refuse(tmp_path: Path) -> None:
     message = refusal(tiny(f"pp=2 micro_batches=3 schedule={file}"), 2, axes=("dp", "pp"))
     assert f"asks for micro_batches=3, found micro_batches=2 in {file}" in message
     assert f'"pp=2 schedule={file} micro_batches=2"' in message
+    whole = tmp_path / "whole.csv"
+    whole.write_text(lower(generate("zbv", 2, 2), 3, keep=1).to_csv())
+    message = refusal(tiny(f"pp=2 zero=3 micro_batches=2 unsharded=1 schedule={whole}"), 2, axes=("dp", "pp"))
+    assert f"asks for unsharded=1, found gathers in {whole}" in message
+    assert message.endswith(f'"pp=2 zero=3 schedule={whole} micro_batches=2"')
     message = refusal(tiny(f"pp=2 chunks=2 micro_batches=2 schedule={file}"), 2, axes=("dp", "pp"))
     assert f"asks for chunks=2, found chunks=1 in {file}" in message
     message = refusal(tiny(f"pp=2 micro_batches=2 schedule={file}", "model.num_layers=1"), 2, axes=("dp", "pp"))

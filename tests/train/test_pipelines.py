@@ -41,6 +41,7 @@ PLANS: dict[int, list[tuple[str, list[str], str]]] = {  # by ranks: plan, what e
         ("dp=2 pp=2 zero=3 micro_batches=2", [], "never_freed"),
         ("dp=2 pp=2 zero=3 schedule=zbv micro_batches=3", ["model.num_layers=4", *TIED, *MIXED], "one_stage_at_a_time"),
         ("dp=2 pp=2 zero=3 schedule=OWN micro_batches=3", ["model.num_layers=4", "train.global_batch=7"], "none"),
+        ("dp=2 pp=2 zero=3 schedule=interleaved chunks=2 micro_batches=3 unsharded=1", [*FIVE, *TIED], "none"),
         ("tp=2 pp=2 micro_batches=3", [*TIED, *MIXED], "none"),
         ("tp=2 pp=2 sequence=off schedule=zbv micro_batches=2 recompute=full", ["model.num_layers=4"], "none"),
         ("dp=2 pp=2 zero=0", [*TIED, *MIXED, "run.reproducible=plan"], "none"),

@@ -21,6 +21,7 @@ from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
 from interlace.plan.tensor import local_heads
 from interlace.schedule import FORMS, chunks_of, read_csv, validate
+from interlace.schedule.table import ZERO
 
 RECOMPUTE = ("none", "selective", "full")
 BYTES_VOCABULARY = 257  # 256 bytes and the end of a document
@@ -92,8 +93,8 @@ def random_plans(
     """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
 
     Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches by number
-    or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage and halves of experts; transport is as
-    in `config.plan`.
+    or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage, how many are whole, and halves of
+    experts; transport is as in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
@@ -112,6 +113,7 @@ def random_plans(
             sequence=draw.choice(("on", "off")) if tp > 1 else "on",
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
+            unsharded=draw.choice((0, 1)) if pp > 1 and zero == 3 else 0,
         )  # fmt: skip
         if _reason(config, cfg, plan, plan.world, available_axes) is None:
             found.setdefault(plan)
@@ -232,6 +234,8 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
             return f"asks for chunks={plan.chunks} without a pipeline (pp=1)"
         if plan.layers:
             return f"asks for layers={plan.layers} without a pipeline (pp=1)"
+        if plan.unsharded:
+            return f"asks for unsharded={plan.unsharded} without a pipeline (pp=1)"
         default = ParallelPlan().schedule
         return f"asks for schedule={plan.schedule} without a pipeline (pp=1)" if plan.schedule != default else None
     if plan.transport == "copy":
@@ -249,7 +253,13 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
                 return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
         if fault := contradiction(table, plan.zero, _is_fixed(config)):
             return f"asks for schedule={plan.schedule}, which {fault}"
+        if plan.unsharded and any(action.kind in ZERO for row in table.rows for action in row):
+            return f"asks for unsharded={plan.unsharded}, found gathers in {plan.schedule}"
     stages = num_stages(plan)
+    if plan.unsharded and plan.zero != 3:
+        return f"asks for unsharded={plan.unsharded} without zero=3, which alone frees what is whole"
+    if plan.unsharded > stages // plan.pp:
+        return f"asks for unsharded={plan.unsharded}, found {stages // plan.pp} stages a rank"
     if cfg.num_layers < stages:
         words = f"pp={plan.pp}" + (f" chunks={stages // plan.pp}" if stages > plan.pp else "")
         return f"asks for {words}, found {cfg.num_layers} layers for {stages} stages"
@@ -322,7 +332,7 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
     asked = config.plan
     for dp, tp, pp, cp, ep in _meshes(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
-        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="")
+        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="", unsharded=0)
         if tp == ep == 1 and asked.overlap == "fused":
             mesh = replace(mesh, overlap="auto")
         if pp > 1 and asked.transport == "copy":
@@ -336,7 +346,10 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
         exchanges = {asked.exchange, "auto"} if cp > 1 else {asked.exchange}
         meshes = [replace(mesh, exchange=exchange) for mesh in meshes for exchange in sorted(exchanges)]
         for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
-            yield replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
+            found = replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
+            yield found
+            if pp > 1 and zero == 3:
+                yield from (replace(found, unsharded=number) for number in {1, asked.unsharded or 1})
 
 
 def _meshes(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -381,6 +394,7 @@ def _distance(asked: ParallelPlan, plan: ParallelPlan) -> float:
         + 8 * (plan.schedule != asked.schedule)
         + 9 * abs(math.log2(plan.chunks / asked.chunks))
         + (plan.layers != asked.layers)
+        + 3 * (plan.unsharded != asked.unsharded)
         + abs(plan.zero - asked.zero) * (1 if plan.zero > asked.zero else 3)
     )
 

@@ -129,12 +129,12 @@ def _rank(
     merged = replace(as_data(plan), micro_batches=count, micro_batch_size=0)  # whose ranks share the weights
     runs = _runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, tuple(names))
     held = sum(run.held(plan.zero) for run in runs)
-    whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches
-    copied = sum(
-        run.numel
-        for run in runs
-        if (run.is_split(plan.zero) or compute == 2) and not (run.shares(plan.zero) and not whole_step)
-    )
+    whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches, or makes room for others
+    copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
+    if whole_step:
+        stages = (_runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, part) for _, part in own)
+        shared = sorted((sum(run.numel for run in stage if run.shares(plan.zero)) for stage in stages), reverse=True)
+        copied += sum(shared[: plan.unsharded or None])
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
 
     activations = _activations(config, cfg, plan, device, own, sequences)

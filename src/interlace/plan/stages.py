@@ -36,7 +36,8 @@ def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Tab
             table = table.first(micro_batches)
         if fault := contradiction(table, plan.zero, fixed):
             raise PlanError(f"{table.where} {fault}")
-    table = lower(table, plan.zero, fixed=fixed, ahead=0 if plan.overlap == "off" else 1)
+    ahead = 0 if plan.overlap == "off" else 1
+    table = lower(table, plan.zero, keep=plan.unsharded or None, fixed=fixed, ahead=ahead)
     validate(table)
     return table
 
