@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -242,13 +243,18 @@ class ModelConfig(Section):
     @property
     def of_dense_layers(self) -> ModelConfig:
         """A model of the same sizes, all of whose layers are dense."""
-        unset: dict[str, Any] = {key: type(self).__dataclass_fields__[key].default for key in EXPERTS_ONLY}
-        return replace(self, num_experts=0, **unset)
+        return _of_dense_layers(self)
 
     def window(self, layer: int) -> int | None:
         """Positions up to its own that a query of this layer sees, besides `sink_tokens`; None = all before it."""
         windowed = self.window_layers is None or layer in self.window_layers
         return self.sliding_window if windowed else None
+
+
+@functools.lru_cache(maxsize=64)
+def _of_dense_layers(cfg: ModelConfig) -> ModelConfig:
+    unset: dict[str, Any] = {key: ModelConfig.__dataclass_fields__[key].default for key in EXPERTS_ONLY}
+    return replace(cfg, num_experts=0, **unset)
 
 
 def _check_layers(key: str, layers: tuple[int, ...], num_layers: int) -> None:

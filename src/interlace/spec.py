@@ -218,7 +218,11 @@ def operations(
     document_lengths: lengths of the documents packed into the sequences, any number of them; attention then stays
     inside a document.  None = one document of `sequence_length`.
     """
-    lengths = _lengths(sequence_length, document_lengths)
+    return _operations(cfg, tuple(_lengths(sequence_length, document_lengths)))
+
+
+@functools.lru_cache(maxsize=64)
+def _operations(cfg: ModelConfig, lengths: tuple[int, ...]) -> tuple[Operation, ...]:
     found = []
     for parameter in parameters(cfg):
         if len(parameter.shape) < 2 or parameter.unit == "embedding":

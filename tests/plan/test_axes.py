@@ -67,14 +67,14 @@ def test_every_refusal_is_on_the_page() -> None:
 
 
 def test_every_rule_is_read() -> None:
-    """A new rule of `_reason` must be named above."""
+    """A new rule of `refused` must be named above."""
     tree = ast.parse((ROOT / "src" / "interlace" / "plan" / "fit.py").read_text(encoding="utf-8"))
     returning = {
         node.name
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.returns is not None and ast.unparse(node.returns) == "str | None"
     }
-    assert returning - {"_reason"} <= set(RULES["fit.py"])
+    assert returning - {"refused"} <= set(RULES["fit.py"])
 
 
 def test_every_key_is_on_the_page() -> None:

@@ -48,7 +48,7 @@ def check(
     plan = config.plan
     if plan.pp > 1 and plan.schedule.endswith(".csv"):
         validate(read_csv(plan.schedule))
-    reason = _reason(config, cfg, plan, world, available_axes)
+    reason = refused(config, cfg, plan, world, available_axes)
     if reason is None and memory_bytes is not None:
         memory = estimate(config, plan, device, ways)
         if memory.total > memory_bytes:
@@ -76,7 +76,7 @@ def nearest_plans(
     candidates = {
         plan
         for plan in _candidates(config, world, available_axes)
-        if _reason(config, cfg, plan, world, available_axes) is None
+        if refused(config, cfg, plan, world, available_axes) is None
     }
     found: list[ParallelPlan] = []
     for plan in sorted(candidates, key=lambda plan: (_distance(asked, plan), str(plan))):
@@ -97,7 +97,7 @@ def random_plans(
     experts; transport is as in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
-    worlds = [mesh for world in range(2, most + 1) for mesh in _meshes(world, available_axes)]
+    worlds = [mesh for world in range(2, most + 1) for mesh in meshes_of(world, available_axes)]
     found: dict[ParallelPlan, None] = {}
     for _ in range(200 * count):
         dp, tp, pp, cp, ep = draw.choice(worlds)
@@ -115,7 +115,7 @@ def random_plans(
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
             unsharded=draw.choice((0, 1)) if pp > 1 and zero == 3 else 0,
         )  # fmt: skip
-        if _reason(config, cfg, plan, plan.world, available_axes) is None:
+        if refused(config, cfg, plan, plan.world, available_axes) is None:
             found.setdefault(plan)
         if len(found) == count:
             break
@@ -168,7 +168,7 @@ def _check_fixed(config: Config) -> None:
         )
 
 
-def _reason(
+def refused(
     config: Config, cfg: ModelConfig, plan: ParallelPlan, world: int, available_axes: Sequence[str]
 ) -> str | None:
     """Why this plan cannot run, as the end of a sentence that begins with the plan; None if it can."""
@@ -330,7 +330,7 @@ def _ranks_text(count: int) -> str:
 def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> Iterator[ParallelPlan]:
     """Plans of `world` ranks around `config.plan`: meshes, ZeRO stages, recompute policies, micro-batch counts."""
     asked = config.plan
-    for dp, tp, pp, cp, ep in _meshes(world, available_axes):
+    for dp, tp, pp, cp, ep in meshes_of(world, available_axes):
         shard = asked.shard if "shard" in available_axes and asked.shard and dp % asked.shard == 0 else 0
         mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, shard=shard, chunks=1, layers="", unsharded=0)
         if tp == ep == 1 and asked.overlap == "fused":
@@ -352,7 +352,7 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
                 yield from (replace(found, unsharded=number) for number in {1, asked.unsharded or 1})
 
 
-def _meshes(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, int, int, int, int]]:
+def meshes_of(world: int, available_axes: Sequence[str]) -> Iterator[tuple[int, int, int, int, int]]:
     """(dp, tp, pp, cp, ep) whose product, ep aside, is `world`; axes that cannot be executed are 1."""
 
     def sizes(axis: str, limit: int) -> list[int]:

@@ -100,14 +100,16 @@ def estimate(
     plan: ParallelPlan,
     device: str = "cuda",
     ways: overlap.Chooser | None = None,
+    places: Sequence[int] | None = None,
 ) -> Memory:
     """Memory of the most loaded rank.  device: "cuda" (fused norms, attention without masks in bf16) or "cpu".
 
+    places: along the pipeline, those that are looked at; None = all.
     ways: how each product of tp runs whose transfers may be fused.  None: with overlap=fused as holds most memory,
     otherwise plain, as on a device without a table.
     """
     cfg = config.model_config()
-    ranks = (_rank(config, cfg, plan, device, rank, ways) for rank in range(plan.pp))
+    ranks = (_rank(config, cfg, plan, device, rank, ways) for rank in (range(plan.pp) if places is None else places))
     return max(ranks, key=lambda memory: memory.total)
 
 
@@ -127,12 +129,12 @@ def _rank(
     layers = sum(name.startswith("blocks") for name in names)
 
     merged = replace(as_data(plan), micro_batches=count, micro_batch_size=0)  # whose ranks share the weights
-    runs = _runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, tuple(names))
+    runs = runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, tuple(names))
     held = sum(run.held(plan.zero) for run in runs)
     whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches, or makes room for others
     copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
     if whole_step:
-        stages = (_runs(cfg, merged.dp, plan.shard, plan.tp, plan.ep, part) for _, part in own)
+        stages = (runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, part) for _, part in own)
         shared = sorted((sum(run.numel for run in stage if run.shares(plan.zero)) for stage in stages), reverse=True)
         copied += sum(shared[: plan.unsharded or None])
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
@@ -280,7 +282,7 @@ class _Run:
 
 
 @functools.lru_cache(maxsize=1024)
-def _runs(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
+def runs_of(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tuple[str, ...]) -> tuple[_Run, ...]:
     """The runs of the units `names`, in order of execution, on the rank with the largest slices.
 
     dp: the ranks that share weights, those of cp among them.
@@ -411,6 +413,7 @@ def _rows(tokens: int, plan: ParallelPlan) -> int:
     return math.ceil(tokens / plan.tp) if plan.sequence == "on" else tokens
 
 
+@functools.lru_cache(maxsize=4096)
 def block_activations(
     cfg: ModelConfig,
     sequences: int,

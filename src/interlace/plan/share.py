@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.layout import Layout, split, transition
@@ -47,7 +47,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part.  Bytes, except `flops`: those of matrix products in one step."""
+    """One rank's part.  Bytes, except `flops`: those of matrix products in one step.
+
+    sent: by collective; along: the same by axis, those of experts' data axis under "edp".
+    """
 
     main: int
     copies: int
@@ -55,6 +58,7 @@ class Share:
     optimizer: int
     flops: int
     sent: dict[str, int]
+    along: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 def runs(
@@ -169,7 +173,9 @@ def share(
     counts = [len(part) for part in parts]
     position = whole_mesh.index(rank, "cp")
     length = context.held(config.data.sequence_length, given.plan.cp, position)
-    sent = Counter(_sent(config, mesh, rank, batch, compute, found) if plan.dp > 1 else {})
+    along: dict[str, Counter[str]] = {}
+    if plan.dp > 1:
+        along["dp"] = Counter(_sent(config, mesh, rank, batch, compute, found))
     rows = None
     if plan.ep > 1:
         theirs = tuple(run for run in everything if run.is_expert)
@@ -178,23 +184,27 @@ def share(
         more = _resident(for_experts, ours, there, batch, theirs)
         kept = tuple(a + b for a, b in zip(kept, more, strict=True))
         if for_experts.plan.dp > 1:
-            sent.update(_sent(for_experts, ours, there, batch, compute, theirs, scalars=0))
-        rows, sent["all_to_all"] = _work_of_experts(given, config, rank, batch, visits, compute)
+            along["edp"] = Counter(_sent(for_experts, ours, there, batch, compute, theirs, scalars=0))
+        rows, moved = _work_of_experts(given, config, rank, batch, visits, compute)
+        along["ep"] = Counter(all_to_all=moved)
     main, copies, gradients = kept
     if plan.tp > 1:
-        sent.update(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
+        along["tp"] = Counter(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
         if ways is not None:
-            overlap.beyond(overlapped(given, rank, batch), ways, compute, plan.tp, place, sent)
-        sent.update(_paid(plan, mesh, rank, found))
-        sent["all_gather"] += SCALARS * (plan.tp - 1)
+            overlap.beyond(overlapped(given, rank, batch), ways, compute, plan.tp, place, along["tp"])
+        along["tp"].update(_paid(plan, mesh, rank, found))
+        along["tp"]["all_gather"] += SCALARS * (plan.tp - 1)
     if plan.pp > 1:
-        sent.update(_sent_between_stages(config, mesh, rank, batch, compute, found, counts, length))
+        along["pp"] = Counter(_sent_between_stages(config, mesh, rank, batch, compute, found, counts, length))
     if given.plan.cp > 1:
         those = [None if documents is None else [documents[i] for i in part] for part in parts]
         cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
         home, stage = placement_of(plan), mesh.index(rank, "pp")
         own = [part for at, part in zip(home, cut, strict=True) if at == stage] if plan.pp > 1 else [units(cfg)]
-        sent.update(context.sent(given, position, counts, those, compute, own))
+        along["cp"] = Counter(context.sent(given, position, counts, those, compute, own))
+    sent: Counter[str] = Counter()
+    for moved_along in along.values():
+        sent.update(moved_along)
     return Share(
         main=FP32 * main,
         copies=copies,
@@ -202,6 +212,7 @@ def share(
         optimizer=FP32 * states * main,
         flops=tensor.products(cfg, plan, place, counts, length, held_here, rows),
         sent=dict(sent),
+        along={axis: dict(moved) for axis, moved in along.items()},
     )
 
 

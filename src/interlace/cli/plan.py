@@ -1,0 +1,152 @@
+"""What layouts of a run will cost, before any GPU is used: `plan`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from interlace import errors
+from interlace.cli.failures import guarded
+from interlace.cli.options import Debug, RunFile, Set, app
+from interlace.cli.report import print_table, write
+
+if TYPE_CHECKING:
+    from interlace.config import Config
+    from interlace.plan.search import Choice, Found
+    from interlace.topology import Topology
+
+
+@app.command()
+def plan(
+    run: RunFile = "",
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="GPUs of the run.")] = 8,
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME|FILE.json", help="a100, h100, h200, or a topology's JSON.")
+    ] = "h200",
+    preset: Annotated[str, typer.Option(metavar="NAME", help="Of the model, where no run file is given.")] = "8b",
+    parallel: Annotated[
+        str, typer.Option("--parallel", "-p", metavar="KEYS", help='What stays, as "tp=2 zero=3".')
+    ] = "",
+    memory: Annotated[float, typer.Option(min=0, metavar="GIB", help="A GPU's; its own, less 3 GiB, when 0.")] = 0.0,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
+    out: Annotated[str, typer.Option(metavar="FILE.svg", help="The picture of the best pipeline's step.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")] = False,
+    set_: Set = [],  # noqa: B006
+    debug: Debug = False,
+) -> None:
+    """Rank the layouts of a run by what a step will take, and say why the others are left out; no GPU is used.
+
+    Figures are computed (docs/planning.md says from what, and how near measured steps they are).
+    """
+
+    def work() -> None:
+        from interlace.config import load
+        from interlace.plan.search import search
+        from interlace.topology import Topology
+
+        topology = Topology.load(gpu)
+        given = run or None
+        cfg = load(
+            given,
+            [*(() if given else ("train.precision=bf16", "train.compile=true")), *set_],
+            parallel or None,
+            preset=preset,
+        )
+        held = frozenset(word.partition("=")[0] for word in parallel.split())
+        with _told() as advance:
+            found = search(cfg, gpus, topology, round(memory * 2**30) or None, held, advance)
+        if as_json:
+            print(json.dumps(_json(cfg, found, topology, gpus), indent=1))
+        else:
+            _print(cfg, found, topology, gpus, top)
+        if not found.choices:
+            nearest = f": nearest, {found.refusals[0].example} {found.refusals[0].reason}" if found.refusals else ""
+            raise errors.PlanError(f"none of {found.tried} layouts runs on {gpus} x {topology.name}{nearest}")
+        if out:
+            _draw(found.choices, out)
+
+    guarded(work, debug)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("layouts")
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)
+
+
+def _print(cfg: Config, found: Found, topology: Topology, gpus: int, top: int) -> None:
+    from interlace.report.table import Table
+
+    train, length = cfg.train, cfg.data.sequence_length
+    print(f"{gpus} x {topology.name}, {train.global_batch} sequences of {length} a step, {train.precision}; computed")
+    heads = (
+        "layout",
+        "s a step",
+        "tokens/s/GPU",
+        "MFU %",
+        "GiB",
+        "compute",
+        "update",
+        "bubble",
+        "exposed, s",
+        "slower %",
+    )
+    lines = []
+    for choice in found.choices[:top]:
+        cost = choice.cost
+        exposed = " ".join(f"{axis} {seconds:.3f}" for axis, seconds in cost.exposed.items()) or "-"
+        slower = 100 * (cost.seconds / found.choices[0].cost.seconds - 1)
+        mfu = 100 * cost.mfu(topology, gpus, train.precision)
+        figures = (f"{cost.seconds:.3f}", f"{cost.tokens / gpus / cost.seconds:,.0f}", f"{mfu:.1f}")
+        parts = (f"{cost.compute:.3f}", f"{cost.optimizer:.3f}", f"{cost.bubble:.3f}")
+        lines.append(
+            (str(choice.plan), *figures, f"{choice.memory.total / 2**30:.1f}", *parts, exposed, f"{slower:.1f}")
+        )
+    if lines:
+        print_table(Table(heads, tuple(lines), 0))
+    for refusal in found.refusals[:6]:
+        print(f'left out, {refusal.count}: {refusal.reason}, such as "{refusal.example}"')
+    if found.choices:
+        print(f'interlace train --parallel "{found.choices[0].plan}"')
+
+
+def _json(cfg: Config, found: Found, topology: Topology, gpus: int) -> dict[str, Any]:
+    def one(choice: Choice) -> dict[str, Any]:
+        cost = choice.cost
+        parts = ("products", "attention", "memory", "optimizer", "bubble")
+        return {
+            "plan": str(choice.plan),
+            "seconds": cost.seconds,
+            "tokens_per_second_per_gpu": cost.tokens / gpus / cost.seconds,
+            "mfu": cost.mfu(topology, gpus, cfg.train.precision),
+            "bytes": choice.memory.total,
+            **{part: getattr(cost, part) for part in parts},
+            "exposed": dict(cost.exposed),
+        }
+
+    refusals = [{"reason": r.reason, "count": r.count, "example": str(r.example)} for r in found.refusals]
+    choices = [one(choice) for choice in found.choices]
+    return {"gpu": topology.name, "gpus": gpus, "tried": found.tried, "layouts": choices, "left_out": refusals}
+
+
+def _draw(choices: tuple[Choice, ...], out: str) -> None:
+    from interlace.report.ledger import ledgers, median
+    from interlace.report.timeline import Scene, timeline
+
+    drawn = next((choice for choice in choices if choice.cost.events), None)
+    if drawn is None:
+        raise errors.ConfigError("no layout found has a pipeline to draw; leave --out out.")
+    events = drawn.cost.events
+    write(Path(out), timeline([Scene.of(str(drawn.plan), events, median(ledgers(events)))]))
+    print(f"wrote {out}", file=sys.stderr)

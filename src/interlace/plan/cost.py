@@ -1,0 +1,397 @@
+"""What a step of a plan takes on a topology, before any GPU is used: seconds by what they go to.
+
+    step = products + attention + memory + optimizer + bubble + exposed transfers of each axis
+
+Every operation of `spec` is priced by its shape on a rank (`fused.product_seconds`), attention by its FLOPs at a share
+of the peak, everything between the products by its bytes at the memory's bandwidth; transfers by the bytes of
+`plan.share` on the innermost link that joins their ranks.  What hides a transfer:
+
+    dp      gradients under the backward pass of the last micro-batch, all but one unit's; weights under the passes that
+            read them, all but the first unit's
+    tp      the best way of each product (`fused.predict`); otherwise nothing
+    cp      the attention that runs meanwhile; nothing where heads are dealt out
+    ep      a fifth with the own exchange, nothing else
+    pp      what the table says: `plan.simulate`
+
+overlap=off hides nothing.  Not seen: the host's time, ranks that differ, the outer links of a hybrid apart.  How near
+the figures are to measured steps: benchmarks/results/2026-11-30-planned-steps.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from interlace.config import Config, ModelConfig, ParallelPlan
+from interlace.events import Event
+from interlace.mesh import Mesh
+from interlace.plan import context, fused, memory, overlap
+from interlace.plan.expert import held as held_experts
+from interlace.plan.memory import micro_batching
+from interlace.plan.share import Share, share
+from interlace.plan.simulate import Costs, makespan, simulate
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
+from interlace.plan.tensor import seconds as tensor_seconds
+from interlace.plan.tensor import split_dimension
+from interlace.spec import Operation, Parameter, Role, operations, parameters, units
+from interlace.topology import ITEMSIZE, Topology
+
+# Of two H200s, bf16, compiled blocks, from a profile of steps of 1.2b (16 layers of 2048) and of attention alone.
+ATTENTION = {64: 0.48, 128: 0.62}  # share of the peak, by head size, of long sequences
+SHORT = 1400  # positions at which a sequence reaches half of it
+WIDE, EAGER = 56, 1.7  # times the residual stream is read or written in a block, both passes; times that, not compiled
+INNER = 8  # the same of what lies between the two halves of an MLP
+ROWS = 4  # of logits
+ADDED = 20  # bytes an element of gradients that are added up, read and written, at half of the bandwidth
+UPDATED = 34  # bytes an element of an update and of the norm before it
+HIDDEN_ROWS = 0.2  # of the exchange with experts, by the own kernels
+FORWARD = 0.4  # of what is read and written between products
+LONGER = 1.07  # all of it in a step, at the limit of power and beside transfers, over each by itself
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a step on the rank with most work.  `bubble`: what a pipeline stands still for, its transfers too.
+
+    exposed: by axis, what transfers add to the step.  flops: of the model, of all ranks (MFU's).
+    """
+
+    products: float
+    attention: float
+    memory: float
+    optimizer: float
+    bubble: float
+    exposed: Mapping[str, float]
+    tokens: int
+    flops: float
+    events: list[Event] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def compute(self) -> float:
+        return self.products + self.attention + self.memory
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.optimizer + self.bubble + sum(self.exposed.values())
+
+    def mfu(self, topology: Topology, world: int, dtype: str) -> float:
+        """Share of the peak of all ranks that the model's FLOPs, causal, without recompute, are."""
+        return self.flops / (self.seconds * world * topology.flops_per_second(dtype))
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of one micro-batch on a stage: forward, gradient of the input, gradient of the weights, by kind."""
+
+    products: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    attention: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    memory: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def __add__(self, other: _Pass) -> _Pass:
+        def both(a: tuple[float, float, float], b: tuple[float, float, float]) -> tuple[float, float, float]:
+            return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+        return _Pass(
+            both(self.products, other.products),
+            both(self.attention, other.attention),
+            both(self.memory, other.memory),
+        )
+
+    def longer(self, times: float) -> _Pass:
+        def each(a: tuple[float, float, float]) -> tuple[float, float, float]:
+            return times * a[0], times * a[1], times * a[2]
+
+        return _Pass(each(self.products), each(self.attention), each(self.memory))
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return tuple(map(sum, zip(self.products, self.attention, self.memory, strict=True)))  # type: ignore[return-value]
+
+
+def price(
+    config: Config,
+    plan: ParallelPlan,
+    topology: Topology,
+    exact: bool = True,
+    known: dict[Any, _Pass] | None = None,
+) -> Cost:
+    """Of a plan that `fit.check` lets pass.
+
+    exact=False: bytes and a pipeline's bubble by formulae, without the plan's tables.  known: what was priced before,
+    of the same configuration but for its plan, and topology.
+    """
+    kinds: dict[Any, _Pass] = {} if known is None else known
+    config = replace(config, plan=plan)
+    cfg = config.model_config()
+    batch, length = config.train.global_batch, config.data.sequence_length
+    count, sequences = micro_batching(config, plan)
+    cut = stages_of(cfg, num_stages(plan), length, layers_given(plan))
+    experts = frozenset(cfg.expert_layers)
+    passes = []
+    for names in cut:
+        whole = _Pass()
+        for name in names:
+            layer = int(name.removeprefix("blocks.")) if name.startswith("blocks.") else None
+            windowed = layer is not None and bool(cfg.window(layer))
+            kind = (name == "head", layer is None, layer in experts, windowed)
+            key = (kind, sequences, plan.tp, plan.cp, plan.ep, plan.sequence, plan.recompute)
+            if key not in kinds:
+                kinds[key] = _unit(config, cfg, plan, topology, name, sequences)
+            whole += kinds[key]
+        passes.append(whole.longer(LONGER))
+    home = placement_of(plan) if plan.pp > 1 else (0,)
+    work = [sum((one for at, one in zip(home, passes, strict=True) if at == rank), _Pass()) for rank in range(plan.pp)]
+    busiest = max(range(plan.pp), key=lambda rank: sum(work[rank].parts))
+    own, first = work[busiest], busiest * plan.world // plan.pp
+    names = tuple(name for at, part in zip(home, cut, strict=True) if at == busiest for name in part)
+    mine = share(_once(config), first, batch) if exact else _roughly(config, cfg, names)
+    computed = count * sum(own.parts)
+    events: list[Event] = []
+    bubble = 0.0
+    if plan.pp > 1 and not exact:
+        bubble = computed * _bubble(plan, count)
+    elif plan.pp > 1:
+        table = table_of(plan, count)
+        nbytes = _message(config, cfg, plan, sequences)
+        link = topology.link((0, plan.world // plan.pp))
+        forward, given, weights = zip(*(one.parts for one in passes), strict=True)
+        events = simulate(table, Costs(forward, given, weights, transfer=link.transfer_seconds(nbytes), nbytes=nbytes))
+        bubble = max(0.0, makespan(events) - computed)
+    held = mine.main // 4
+    adding = (count - 1) * ADDED * mine.gradients / 4 / topology.hbm_bandwidth if count > 1 else 0.0
+    return Cost(
+        products=count * sum(own.products),
+        attention=count * sum(own.attention),
+        memory=count * sum(own.memory) + adding,
+        optimizer=UPDATED * held / topology.hbm_bandwidth,
+        bubble=bubble,
+        exposed=_exposed(config, cfg, plan, topology, mine, own, count, first, names),
+        tokens=batch * length,
+        flops=3 * batch * length * sum(operation.causal for operation in operations(cfg, length)),
+        events=events,
+    )
+
+
+def _once(config: Config) -> Config:
+    """A pipeline sends weights and gradients once a step, however many micro-batches it has."""
+    plan = config.plan
+    return replace(config, plan=replace(plan, micro_batches=1, micro_batch_size=0)) if plan.pp > 1 else config
+
+
+def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
+    """What `share` counts, to some percent: gradients in the compute's type, weights once, thrice under ZeRO-3."""
+    plan, itemsize = config.plan, ITEMSIZE[config.train.precision]
+    merged, tokens = context.as_data(plan), math.ceil(config.train.global_batch / plan.dp) * config.data.sequence_length
+    found = memory.runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, names)
+    whole, held = sum(run.numel for run in found), sum(run.held(plan.zero) for run in found)
+    count, _ = micro_batching(config, plan)
+    gathers = 0 if plan.zero == 0 else 2 * count if plan.zero == 3 and plan.pp == 1 else 1
+    moved = whole * (merged.dp - 1) / merged.dp
+    along = {
+        "dp": {
+            "reduce_scatter": moved * (4 if count > 1 or plan.pp > 1 else itemsize),
+            "all_gather": moved * itemsize * gathers,
+        }
+    }
+    if plan.zero == 0:
+        along["dp"] = {"all_reduce": 2 * moved * (4 if count > 1 else itemsize)}
+    layers = len(names)
+    keys = 2 * cfg.num_kv_heads * cfg.head_dim / plan.tp
+    along["cp"] = {"all_to_all": 3 * layers * tokens / plan.cp * keys * itemsize * (plan.cp - 1)}
+    rows = tokens / plan.cp * cfg.experts_per_token * cfg.hidden_size
+    along["ep"] = {"all_to_all": 4 * layers * rows * itemsize * (plan.ep - 1) / plan.ep}
+    return Share(main=4 * held, copies=0, gradients=4 * whole, optimizer=0, flops=0, sent={}, along=along)  # type: ignore[arg-type]
+
+
+def _bubble(plan: ParallelPlan, count: int) -> float:
+    """Of the compute of a rank, all stages alike: 1f1b's (p - 1) / m (arXiv 2104.04473, 2401.10241, 2405.15362)."""
+    plain = (plan.pp - 1) / count
+    if plan.schedule == "interleaved":
+        return plain / plan.chunks
+    return plain * {"zb-h1": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 6, "v-half": 1 / 2}.get(plan.schedule, 1.0)
+
+
+# --- compute ---------------------------------------------------------------------------------------------------------
+
+
+def _unit(config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topology, name: str, sequences: int) -> _Pass:
+    """Of one unit on a rank, for a micro-batch of so many sequences."""
+    dtype, length = config.train.precision, config.data.sequence_length
+    rows = math.ceil(sequences * length / plan.cp)
+    table = {parameter.name: parameter for parameter in parameters(cfg)}
+    tied = table.get("head.output.weight") or table["embedding.weight"]
+    found = _Pass()
+    for operation in operations(cfg, length):
+        if operation.unit != name:
+            continue
+        if operation.kind == "attention":
+            found += _attention(topology, plan, operation, dtype, length, rows)
+        else:
+            parameter = table.get(f"{operation.name}.weight") or table.get(operation.name) or tied
+            found += _product(topology, plan, cfg, operation, parameter, dtype, rows)
+    itemsize, eager = ITEMSIZE[dtype], 1.0 if config.train.compile else EAGER
+    if name == "head":
+        logits = ROWS * itemsize * rows * math.ceil(cfg.vocab_size / plan.tp) / topology.hbm_bandwidth
+        return replace(found, products=(sum(found.products), 0.0, 0.0), memory=(logits, 0.0, 0.0))  # loss and gradient
+    if name == "embedding":
+        return _Pass(memory=_between(topology, itemsize * rows * cfg.hidden_size * 4))
+    stream = rows * cfg.hidden_size / (plan.tp if plan.sequence == "on" else 1)
+    inner = rows * _inner(cfg, name) / plan.tp
+    found += _Pass(memory=_between(topology, itemsize * eager * (WIDE * stream + INNER * inner)))
+    if plan.recompute == "full":
+        again = [sum(kind[0] for kind in (found.products, found.attention, found.memory))]
+        return found + _Pass(memory=(0.0, again[0], 0.0))
+    if plan.recompute == "selective":
+        return found + _Pass(attention=(0.0, found.attention[0], 0.0))
+    return found
+
+
+def _between(topology: Topology, nbytes: float) -> tuple[float, float, float]:
+    seconds = nbytes / topology.hbm_bandwidth
+    return FORWARD * seconds, (1 - FORWARD) * seconds, 0.0
+
+
+def _inner(cfg: ModelConfig, name: str) -> int:
+    """Features between the halves of a block's MLP, of all experts that a token visits."""
+    if int(name.removeprefix("blocks.")) in cfg.expert_layers:
+        return cfg.experts_per_token * cfg.expert_ffn_size + cfg.shared_ffn_size
+    return cfg.ffn_size
+
+
+def _product(
+    topology: Topology,
+    plan: ParallelPlan,
+    cfg: ModelConfig,
+    operation: Operation,
+    parameter: Parameter,
+    dtype: str,
+    rows: int,
+) -> _Pass:
+    """Forward, both gradients; experts one after another, all alike."""
+    N, M = operation.shape
+    if plan.tp > 1:
+        dim = split_dimension(parameter.role, parameter.dims)
+        if parameter.role is Role.EXPERT:
+            N, M = (-(-N // plan.tp), M) if operation.shape[0] == cfg.expert_ffn_size else (N, -(-M // plan.tp))
+        elif dim is not None:
+            N, M = (-(-N // plan.tp), M) if dim == 0 else (N, -(-M // plan.tp))
+    times = 1
+    if parameter.role is Role.EXPERT:
+        times = held_experts(cfg.num_experts, plan.ep, 0)[1]
+        rows = math.ceil(rows * plan.ep * operation.copies / cfg.num_experts)
+
+    def seconds(M: int, N: int, K: int) -> float:
+        alone = fused.product_seconds(topology, M, N, K, dtype)
+        return alone + (times - 1) * max(0.0, alone - topology.kernel_latency)  # one launch for all experts
+
+    return _Pass(products=(seconds(rows, N, M), seconds(rows, M, N), seconds(N, M, rows)))
+
+
+def _attention(
+    topology: Topology, plan: ParallelPlan, operation: Operation, dtype: str, length: int, rows: int
+) -> _Pass:
+    """Visible pairs only; backward takes 2.5 times the FLOPs."""
+    near = min(ATTENTION, key=lambda size: abs(size - operation.shape[1]))
+    rate = topology.flops_per_second(dtype) * ATTENTION[near] / (1 + SHORT / length)
+    forward = operation.causal * rows / plan.tp / rate
+    return _Pass(attention=(forward, 2.5 * forward, 0.0))
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def _exposed(
+    config: Config,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    topology: Topology,
+    mine: Share,
+    own: _Pass,
+    count: int,
+    first: int,
+    names: tuple[str, ...],
+) -> dict[str, float]:
+    """By axis, of the rank `first`."""
+    hides = plan.overlap != "off"
+    mesh = Mesh.of(plan)
+    layers = max(1, len(units(cfg)) // plan.pp)
+    found = {}
+    ranks = mesh.peers(first, ("dp", "cp")) if plan.cp > 1 else mesh.peers(first, "dp")
+    weights = _weights(plan, topology, mine, own, count, layers, ranks, hides)
+    if weights:
+        found["dp"] = weights
+    if plan.tp > 1:
+        found["tp"] = _tensor(config, cfg, plan, topology, first, names)
+    if plan.cp > 1:
+        link, moved = topology.link(mesh.peers(first, "cp")), sum(mine.along["cp"].values())
+        whole = moved / link.bandwidth + count * layers * 4 * link.latency
+        dealt = context.choose(config, plan) == "ulysses" or not hides
+        found["cp"] = (
+            whole if dealt else whole / plan.cp + max(0.0, whole - whole / plan.cp - count * sum(own.attention))
+        )
+    if plan.ep > 1:
+        link = topology.link(mesh.peers(first, "ep"))
+        whole = sum(mine.along["ep"].values()) / link.bandwidth + count * layers * 4 * link.latency
+        found["ep"] = whole * (1 - HIDDEN_ROWS if plan.overlap == "fused" else 1.0)
+    return found
+
+
+def _weights(
+    plan: ParallelPlan,
+    topology: Topology,
+    mine: Share,
+    own: _Pass,
+    count: int,
+    layers: int,
+    ranks: tuple[int, ...],
+    hides: bool,
+) -> float:
+    """Gradients and weights of the data axis, those of experts among them."""
+    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+    for axis in ("dp", "edp"):
+        for name, nbytes in mine.along.get(axis, {}).items():
+            moved[name] = moved.get(name, 0.0) + nbytes
+    times = count if plan.zero == 3 and plan.pp == 1 else 1
+
+    def seconds(name: str, calls: int) -> float:
+        return calls * topology.collective_seconds(name, moved[name] / calls, ranks) if moved[name] else 0.0
+
+    reduce = seconds("reduce_scatter", layers) + seconds("all_reduce", layers)
+    gather = seconds("all_gather", layers * (2 * times if plan.zero == 3 else 1))
+    if not hides:
+        return reduce + gather
+    forward, backward = own.parts[0], own.parts[1] + own.parts[2]
+    under_reduce = backward  # of the last micro-batch
+    under_gather = times * (forward + backward) if plan.zero == 3 else forward
+    ends = (reduce + gather / (2 * times if plan.zero == 3 else 1)) / layers  # the last unit's, and the first one's
+    return ends + max(0.0, reduce - under_reduce) + max(0.0, gather - under_gather)
+
+
+def _tensor(
+    config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topology, first: int, names: tuple[str, ...]
+) -> float:
+    """What the axis adds to the products of a step."""
+    itemsize, dtype = ITEMSIZE[config.train.precision], config.train.precision
+    count, sequences = micro_batching(config, plan)
+    link = topology.link(Mesh.of(plan).peers(first, "tp"))
+    length = math.ceil(config.data.sequence_length / plan.cp)
+    plain = tensor_seconds(cfg, plan, [sequences] * count, length, itemsize, link) / plan.pp
+    if plan.overlap not in ("auto", "fused"):
+        return plain
+    better, rows = 0.0, sequences * length
+    for product, times in overlap.products(cfg, plan, rows, names).items():
+        sizes = (product.op, product.M, product.N, product.K)
+        by_way = fused.predict(topology, *sizes, dtype, plan.tp)
+        nbytes = fused.wire_bytes(*sizes, itemsize, plan.tp)
+        alone = fused.product_seconds(topology, product.M, product.N, product.K, dtype) + link.phase_seconds(nbytes)
+        better += count * times * max(0.0, alone - min(by_way.values()))
+    return max(0.0, plain - better)
+
+
+def _message(config: Config, cfg: ModelConfig, plan: ParallelPlan, sequences: int) -> int:
+    """Bytes that a stage sends to the next for a micro-batch."""
+    rows = math.ceil(sequences * config.data.sequence_length / plan.cp)
+    rows = math.ceil(rows / plan.tp) if plan.sequence == "on" else rows
+    return rows * cfg.hidden_size * ITEMSIZE[config.train.precision]

@@ -1,0 +1,150 @@
+"""What a step is computed to take: against arithmetic, against measured steps, and which layouts are found."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from interlace import spec
+from interlace.cli import app
+from interlace.config import Config, load
+from interlace.plan.cost import ATTENTION, LONGER, SHORT, price
+from interlace.plan.search import search
+from interlace.topology import Link, Topology
+
+H200 = Topology.load("h200")
+
+
+def configured(model: str, plan: str, batch: int, length: int = 4096, *words: str) -> Config:
+    given = [f"data.sequence_length={length}", f"model.max_positions={length}", f"train.global_batch={batch}",
+             "train.precision=bf16", "data.documents=joined", "train.compile=true", *words]  # fmt: skip
+    return load(None, given, plan, preset=model)
+
+
+def seconds(plan: str, batch: int = 16, model: str = "8b", topology: Topology = H200, **rest: Any) -> float:
+    cfg = configured(model, plan, batch, **rest)
+    return price(cfg, cfg.plan, topology).seconds
+
+
+def test_with_memory_and_links_for_nothing_only_flops_are_left() -> None:
+    free = Link("free", None, 1e30, 1e-30)
+    topology = replace(H200, hbm_bandwidth=1e30, kernel_latency=1e-30, links=(free,))
+    cfg = configured("8b", "dp=2 zero=3", 8, 16384)
+    found, model = price(cfg, cfg.plan, topology), cfg.model_config()
+    flops, tokens = spec.flops_per_token(model, 16384), 4 * 16384
+    peak = H200.flops_per_second("bf16")
+    products = 3 * flops.matmul * tokens / (peak * H200.matmul_efficiency["bf16"])
+    assert found.products == pytest.approx(LONGER * products, rel=0.02)  # tiles in whole waves
+    attention = 3.5 * flops.attention * tokens / (peak * ATTENTION[128]) * (1 + SHORT / 16384)
+    assert found.attention == pytest.approx(LONGER * attention, rel=1e-6)
+    assert found.seconds == pytest.approx(found.products + found.attention, rel=1e-6)
+    assert found.mfu(topology, 2, "bf16") == pytest.approx(flops.total * 2 * tokens / (found.seconds * 2 * peak))
+
+
+MEASURED = [  # ms of steps on two H200s: benchmarks/results, 29 and 30 November 2026
+    ("1.2b", "dp=2 zero=1", 8, "true", 266.2),
+    ("1.2b", "dp=2 zero=3", 8, "true", 266.9),
+    ("1.2b", "dp=2 zero=1 overlap=off", 8, "true", 271.0),
+    ("1.2b", "dp=2 zero=1 micro_batch_size=1", 8, "true", 282.7),
+    ("8b", "dp=2 zero=3", 2, "true", 397.4),
+    ("8b", "dp=2 zero=2", 2, "true", 388.9),
+    ("13b", "dp=2 zero=3", 2, "true", 648.5),
+    ("1.2b", "tp=2", 4, "true", 147.6),
+    ("1.2b", "tp=2 overlap=plain", 4, "true", 156.1),
+    ("1.2b", "tp=2 overlap=off", 4, "true", 157.5),
+    ("8b", "tp=2", 1, "true", 222.5),
+    ("8b", "tp=2 overlap=off", 1, "true", 234.8),
+    ("1.2b", "pp=2 micro_batches=8", 8, "false", 348.4),
+    ("1.2b", "pp=2 micro_batches=8 schedule=interleaved chunks=2", 8, "false", 322.3),
+    ("1.2b", "pp=2 micro_batches=8 schedule=zbv", 8, "false", 354.2),
+]
+
+
+@pytest.mark.parametrize(("model", "plan", "batch", "compiled", "ms"), MEASURED)
+def test_near_a_measured_step(model: str, plan: str, batch: int, compiled: str, ms: float) -> None:
+    cfg = configured(model, plan, batch, 4096, f"train.compile={compiled}")
+    found = price(cfg, cfg.plan, H200)
+    assert 1e3 * found.seconds == pytest.approx(ms, rel=0.1)
+    rough = price(cfg, cfg.plan, H200, exact=False)
+    assert rough.seconds == pytest.approx(found.seconds, rel=0.06)
+
+
+def test_what_costs_more_and_what_less() -> None:
+    assert seconds("dp=8 zero=3 recompute=full") > 1.2 * seconds("dp=8 zero=3")
+    assert seconds("dp=8 overlap=off") > seconds("dp=8")
+    assert seconds("tp=8 overlap=plain") > seconds("tp=8 overlap=auto")
+    assert seconds("pp=4 micro_batches=8") > seconds("pp=4 micro_batches=16") > seconds("dp=4 zero=3 micro_batches=4")
+    assert seconds("pp=4 micro_batches=8 schedule=interleaved chunks=2") < seconds("pp=4 micro_batches=8")
+    assert seconds("dp=8 cp=2 zero=3", length=16384) > seconds("dp=16 zero=3", length=16384)
+    across = replace(H200, links=(replace(H200.links[0], domain=4), *H200.links[1:]))
+    assert seconds("tp=8 dp=2", topology=across) > 1.5 * seconds("tp=8 dp=2")  # over the network
+    assert seconds("dp=8 zero=3", batch=8, topology=across) > seconds("dp=8 zero=3", batch=8)
+
+
+def test_experts_are_priced_by_the_rows_that_come_to_them() -> None:
+    experts = ("model.num_experts=8", "model.expert_ffn_size=14336", "model.experts_per_token=2")
+    plain, routed = (
+        configured("8b", "dp=8 ep=8 zero=1" if more else "dp=8 zero=1", 8, 4096, *more) for more in ((), experts)
+    )
+    dense, sparse = price(plain, plain.plan, H200), price(routed, routed.plan, H200)
+    by_flops = (
+        spec.flops_per_token(routed.model_config(), 4096).matmul
+        / spec.flops_per_token(plain.model_config(), 4096).matmul
+    )
+    assert sparse.products == pytest.approx(by_flops * dense.products, rel=0.05)
+    assert sparse.exposed["ep"] > 0
+    fused = replace(routed.plan, overlap="fused")
+    assert price(routed, fused, H200).exposed["ep"] < sparse.exposed["ep"]
+
+
+def test_the_search_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
+    cfg = configured("8b", "", 16, 8192)
+    found = search(cfg, 4, H200)
+    assert [c.cost.seconds for c in found.choices] == sorted(c.cost.seconds for c in found.choices)
+    assert len({(c.plan.dp, c.plan.tp, c.plan.pp, c.plan.cp) for c in found.choices}) == len(found.choices) > 4
+    assert all(c.plan.world == 4 and c.memory.total < H200.memory_bytes for c in found.choices)
+    assert any("train.compile=true" in refusal.reason for refusal in found.refusals)
+    assert sum(refusal.count for refusal in found.refusals) < found.tried
+    held = search(configured("8b", "tp=2 zero=3", 16, 8192), 4, H200, held={"tp", "zero"})
+    assert {(c.plan.tp, c.plan.zero) for c in held.choices} == {(2, 3)}
+    small = search(cfg, 4, H200, memory_bytes=20 << 30)
+    assert not small.choices
+    assert "found 20.0 GiB" in small.refusals[0].reason
+    seen: list[tuple[int, int]] = []
+    search(configured("1.2b", "", 8), 2, H200, advance=lambda done, whole: seen.append((done, whole)))
+    assert [done for done, _ in seen] == list(range(seen[0][1]))
+
+
+def test_with_experts_their_axis_is_tried() -> None:
+    experts = ("model.num_experts=8", "model.expert_ffn_size=4096", "model.experts_per_token=2")
+    found = search(configured("1.2b", "", 16, 4096, *experts), 4, H200)
+    assert {choice.plan.ep for choice in found.choices} == {1, 2, 4}
+
+
+def test_the_command_ranks_layouts_and_refuses_mistakes() -> None:
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(app, ["plan", *words])
+
+    given = ("--preset", "1.2b", "--gpus", "2", "--set", "train.global_batch=8", "--set", "data.documents=joined")
+    told = run(*given)
+    assert told.exit_code == 0, told.output
+    first = next(line for line in told.stdout.splitlines() if line.strip().startswith(("dp=", "tp=", "pp=", "cp=")))
+    best = told.stdout.splitlines()[-1]
+    assert best.startswith('interlace train --parallel "')
+    assert best.split('"')[1] in first
+    found = json.loads(run(*given, "--json").stdout)
+    assert found["layouts"][0]["plan"] == best.split('"')[1]
+    parts = ("products", "attention", "memory", "optimizer", "bubble")
+    for layout in found["layouts"]:
+        total = sum(layout[part] for part in parts) + sum(layout["exposed"].values())
+        assert layout["seconds"] == pytest.approx(total)
+    none = run(*given, "--memory", "1")
+    assert none.exit_code != 0
+    assert "layouts runs on 2 x h200" in none.stderr
+    assert "found 1.0 GiB" in none.stderr
+    assert "use h200" in run(*given, "--gpu", "h20").stderr
+    assert "tpp" in run(*given, "--parallel", "tpp=2").stderr
