@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from typer.testing import CliRunner
 from interlace import spec
 from interlace.cli import app
 from interlace.config import Config, load
+from interlace.events import read_jsonl
 from interlace.plan.cost import ATTENTION, LONGER, SHORT, price
 from interlace.plan.search import search
+from interlace.plan.simulate import makespan
+from interlace.report.ledger import SECOND, ledgers, median
 from interlace.topology import Link, Topology
 
 H200 = Topology.load("h200")
@@ -73,6 +77,32 @@ def test_near_a_measured_step(model: str, plan: str, batch: int, compiled: str, 
     assert rough.seconds == pytest.approx(found.seconds, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=8 tp=2 zero=3 micro_batches=4",
+        "dp=2 cp=2 zero=1",
+        "dp=2 tp=2 pp=2 zero=1 schedule=interleaved chunks=2 micro_batches=8",
+        "tp=2 pp=4 schedule=zbv micro_batches=16",
+    ],
+)
+def test_the_events_of_a_step_add_up_to_its_parts(plan: str) -> None:
+    cfg = configured("8b", plan, 64 if "dp=8" in plan else 16, 4096, "train.compile=false")
+    found = price(cfg, cfg.plan, H200)
+    ledger = median(ledgers(found.events))
+    assert ledger.seconds == pytest.approx(found.seconds, rel=1e-6)
+    work = [row for row in ledger.rows if row.kind == "compute"]
+    busiest = max(ledger.accounts, key=lambda account: sum(account.rows.get(row, 0) for row in work))
+    for row in ledger.rows:
+        told = busiest.rows.get(row, 0) / SECOND
+        if row.kind == "compute":
+            assert told == pytest.approx(found.compute, rel=1e-5)
+        elif row.kind == "optimizer":
+            assert told == pytest.approx(found.optimizer, rel=1e-5)
+        elif row.kind == "transfer" and row.axis != "pp":
+            assert told == pytest.approx(found.exposed[row.axis], rel=1e-5)
+
+
 def test_what_costs_more_and_what_less() -> None:
     assert seconds("dp=8 zero=3 recompute=full") > 1.2 * seconds("dp=8 zero=3")
     assert seconds("dp=8 overlap=off") > seconds("dp=8")
@@ -125,7 +155,7 @@ def test_with_experts_their_axis_is_tried() -> None:
     assert {choice.plan.ep for choice in found.choices} == {1, 2, 4}
 
 
-def test_the_command_ranks_layouts_and_refuses_mistakes() -> None:
+def test_the_command_ranks_layouts_and_refuses_mistakes(tmp_path: Path) -> None:
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, ["plan", *words])
 
@@ -142,6 +172,10 @@ def test_the_command_ranks_layouts_and_refuses_mistakes() -> None:
     for layout in found["layouts"]:
         total = sum(layout[part] for part in parts) + sum(layout["exposed"].values())
         assert layout["seconds"] == pytest.approx(total)
+    drawn, events = tmp_path / "best.svg", tmp_path / "best.jsonl"
+    assert run(*given, "--out", str(drawn), "--events", str(events)).exit_code == 0
+    assert best.split('"')[1] in drawn.read_text()
+    assert makespan(read_jsonl(events)) == pytest.approx(found["layouts"][0]["seconds"])
     none = run(*given, "--memory", "1")
     assert none.exit_code != 0
     assert "layouts runs on 2 x h200" in none.stderr

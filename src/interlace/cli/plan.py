@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from interlace.topology import Topology
 
 
+DRAWN = 4  # layouts in a picture
+
+
 @app.command()
 def plan(
     run: RunFile = "",
@@ -35,7 +38,8 @@ def plan(
     ] = "",
     memory: Annotated[float, typer.Option(min=0, metavar="GIB", help="A GPU's; its own, less 3 GiB, when 0.")] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
-    out: Annotated[str, typer.Option(metavar="FILE.svg", help="The picture of the best pipeline's step.")] = "",
+    out: Annotated[str, typer.Option(metavar="FILE.svg", help="The picture of the best layouts' steps.")] = "",
+    events: Annotated[str, typer.Option(metavar="FILE.jsonl", help="The best step, for report --against.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in seconds and bytes.")] = False,
     set_: Set = [],  # noqa: B006
     debug: Debug = False,
@@ -47,6 +51,7 @@ def plan(
 
     def work() -> None:
         from interlace.config import load
+        from interlace.events import to_jsonl
         from interlace.plan.search import search
         from interlace.topology import Topology
 
@@ -69,7 +74,10 @@ def plan(
             nearest = f": nearest, {found.refusals[0].example} {found.refusals[0].reason}" if found.refusals else ""
             raise errors.PlanError(f"none of {found.tried} layouts runs on {gpus} x {topology.name}{nearest}")
         if out:
-            _draw(found.choices, out)
+            _draw(found.choices[:DRAWN], out)
+        if events:
+            write(Path(events), to_jsonl(found.choices[0].cost.events).decode(), "--events FILE")
+            print(f"wrote {events}", file=sys.stderr)
 
     guarded(work, debug)
 
@@ -144,9 +152,6 @@ def _draw(choices: tuple[Choice, ...], out: str) -> None:
     from interlace.report.ledger import ledgers, median
     from interlace.report.timeline import Scene, timeline
 
-    drawn = next((choice for choice in choices if choice.cost.events), None)
-    if drawn is None:
-        raise errors.ConfigError("no layout found has a pipeline to draw; leave --out out.")
-    events = drawn.cost.events
-    write(Path(out), timeline([Scene.of(str(drawn.plan), events, median(ledgers(events)))]))
+    steps = [(str(choice.plan), choice.cost.events) for choice in choices]
+    write(Path(out), timeline([Scene.of(name, events, median(ledgers(events))) for name, events in steps], "Planned"))
     print(f"wrote {out}", file=sys.stderr)

@@ -11,7 +11,7 @@ of the peak, everything between the products by its bytes at the memory's bandwi
     tp      the best way of each product (`fused.predict`); otherwise nothing
     cp      the attention that runs meanwhile; nothing where heads are dealt out
     ep      a fifth with the own exchange, nothing else
-    pp      what the table says: `plan.simulate`
+    pp      what the table says: `plan.simulate`, with the exposed transfers of the other axes in its passes
 
 overlap=off hides nothing.  Not seen: the host's time, ranks that differ, the outer links of a hybrid apart.  How near
 the figures are to measured steps: benchmarks/results/2026-11-30-planned-steps.md.
@@ -30,11 +30,13 @@ from interlace.mesh import Mesh
 from interlace.plan import context, fused, memory, overlap
 from interlace.plan.expert import held as held_experts
 from interlace.plan.memory import micro_batching
+from interlace.plan.planned import planned, with_transfers
 from interlace.plan.share import Share, share
-from interlace.plan.simulate import Costs, makespan, simulate
+from interlace.plan.simulate import makespan
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.plan.tensor import seconds as tensor_seconds
 from interlace.plan.tensor import split_dimension
+from interlace.schedule import generate
 from interlace.spec import Operation, Parameter, Role, operations, parameters, units
 from interlace.topology import ITEMSIZE, Topology
 
@@ -147,27 +149,31 @@ def price(
     own, first = work[busiest], busiest * plan.world // plan.pp
     names = tuple(name for at, part in zip(home, cut, strict=True) if at == busiest for name in part)
     mine = share(_once(config), first, batch) if exact else _roughly(config, cfg, names)
-    computed = count * sum(own.parts)
+    computed, held = count * sum(own.parts), mine.main // 4
+    adding = ADDED * mine.gradients / 4 / topology.hbm_bandwidth * (count - 1) / count  # a micro-batch, of gradients
+    update = UPDATED * held / topology.hbm_bandwidth
+    exposed = _exposed(config, cfg, plan, topology, mine, own, count, first, names)
+    inside = {axis: seconds / count for axis, seconds in exposed.items() if axis != "dp"}
     events: list[Event] = []
-    bubble = 0.0
-    if plan.pp > 1 and not exact:
-        bubble = computed * _bubble(plan, count)
-    elif plan.pp > 1:
-        table = table_of(plan, count)
-        nbytes = _message(config, cfg, plan, sequences)
-        link = topology.link((0, plan.world // plan.pp))
-        forward, given, weights = zip(*(one.parts for one in passes), strict=True)
-        events = simulate(table, Costs(forward, given, weights, transfer=link.transfer_seconds(nbytes), nbytes=nbytes))
-        bubble = max(0.0, makespan(events) - computed)
-    held = mine.main // 4
-    adding = (count - 1) * ADDED * mine.gradients / 4 / topology.hbm_bandwidth if count > 1 else 0.0
+    if exact:
+        table = table_of(plan, count) if plan.pp > 1 else generate("1f1b", 1, count)
+        nbytes = _message(config, cfg, plan, sequences) if plan.pp > 1 else 0
+        link = topology.link((0, plan.world // plan.pp)) if plan.pp > 1 else None
+        message, stages = link.transfer_seconds(nbytes) if link else 0.0, len(cut) // plan.pp
+        parts = [(f, i, w + adding / stages) for f, i, w in (one.parts for one in passes)]
+        costs = with_transfers(parts, sum(inside.values()), 1 / stages, message, nbytes)
+        events = planned(table, costs, inside, 1 / stages, exposed.get("dp", 0.0), update)
+        ended = makespan(events) - exposed.get("dp", 0.0) - update
+        bubble = max(0.0, ended - computed - count * (adding + sum(inside.values())))
+    else:
+        bubble = (computed + count * sum(inside.values())) * _bubble(plan, count) if plan.pp > 1 else 0.0
     return Cost(
         products=count * sum(own.products),
         attention=count * sum(own.attention),
-        memory=count * sum(own.memory) + adding,
-        optimizer=UPDATED * held / topology.hbm_bandwidth,
-        bubble=bubble,
-        exposed=_exposed(config, cfg, plan, topology, mine, own, count, first, names),
+        memory=count * (sum(own.memory) + adding),
+        optimizer=update,
+        bubble=bubble if plan.pp > 1 else 0.0,
+        exposed=exposed,
         tokens=batch * length,
         flops=3 * batch * length * sum(operation.causal for operation in operations(cfg, length)),
         events=events,
