@@ -72,7 +72,8 @@ MEASURED = [  # ms of steps on two H200s: benchmarks/results, 29 and 30 November
 def test_near_a_measured_step(model: str, plan: str, batch: int, compiled: str, ms: float) -> None:
     cfg = configured(model, plan, batch, 4096, f"train.compile={compiled}")
     found = price(cfg, cfg.plan, H200)
-    assert 1e3 * found.seconds == pytest.approx(ms, rel=0.1)
+    computed = found.seconds - (found.optimizer if plan.startswith("pp") else 0.0)  # which those did without
+    assert 1e3 * computed == pytest.approx(ms, rel=0.12 if "zbv" in plan else 0.07)  # zbv was bound by the host
     rough = price(cfg, cfg.plan, H200, exact=False)
     assert rough.seconds == pytest.approx(found.seconds, rel=0.06)
 
