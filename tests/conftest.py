@@ -6,8 +6,6 @@ A test marked `alone` promises times, or looks at what the whole machine holds, 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import multiprocessing
 import os
 import sys
@@ -19,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from room import room
 
 HERE = Path(__file__).resolve().parent
 # Before torch is imported, and inherited by every process a test starts (their fork server must find preload.py).
@@ -128,19 +128,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with room(Path(item.config.workerinput["room"]), bool(item.get_closest_marker("alone"))):
         return (yield)
-
-
-@contextlib.contextmanager
-def room(folder: Path, alone: bool) -> Iterator[None]:
-    """Held together with the tests of other workers, or alone; nobody overtakes one that waits to be alone."""
-    with (folder / "door").open("w") as door, (folder / "inside").open("w") as inside:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(inside, fcntl.LOCK_UN)  # said, since processes that the test has left behind may hold it too
 
 
 @pytest.fixture(autouse=True)
