@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from interlace.cli import app
 from interlace.config import load, loads
 from rank_functions_launch import free_port
 
@@ -31,22 +33,6 @@ def run(*commands: tuple[str, ...]) -> list[str]:
         assert process.returncode == 0, err
         said.append(out)
     return said
-
-
-def test_layouts() -> None:
-    (said,) = run(("examples/layouts.py",))
-    lines = said.splitlines()
-    assert lines[0] == "rank 0 of tp=2 dp=3: shape (3, 5), ranges (((0, 3),), ((0, 5),))"
-    assert lines[-1].startswith('"B/dp T" to "B T/dp": all_to_all over dp')
-
-
-@pytest.mark.ranks
-def test_own_module_learns_alone_and_under_torchrun() -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for said in run(("examples/own_module.py",), (*launcher, "examples/own_module.py")):
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
-        assert len(losses) == 4
-        assert losses[-1] < losses[0]
 
 
 def run_ranks_of(example: str, size: int, folder: Path) -> str:
@@ -73,6 +59,23 @@ def as_rank(rank: int, size: int, port: int, example: str, out: str) -> None:
     sys.stdout.flush()
 
 
+def test_layouts() -> None:
+    (said,) = run(("examples/layouts.py",))
+    lines = said.splitlines()
+    assert lines[0] == "rank 0 of tp=2 dp=3: shape (3, 5), ranges (((0, 3),), ((0, 5),))"
+    assert lines[-1].startswith('"B/dp T" to "B T/dp": all_to_all over dp')
+
+
+@pytest.mark.ranks
+def test_own_module_learns_alone_and_under_torchrun(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    name = "examples/own_module.py"
+    for said in (run_ranks_of(name, 1, tmp_path), *run((*launcher, name))):
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["tensor_llama", "tensor_latent"])
 def test_a_module_split_by_roles_trains_as_alone(name: str, tmp_path: Path) -> None:
@@ -86,9 +89,11 @@ def test_a_module_split_by_roles_trains_as_alone(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.ranks
-def test_run_file(tmp_path: Path) -> None:
+def test_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     settings = ("--set", f"run.out={tmp_path / 'own'}", "--set", "train.steps=2")
-    run(("-m", "interlace", "train", "examples/run.toml", *settings))
+    done = CliRunner().invoke(app, ["train", "examples/run.toml", *settings])
+    assert done.exit_code == 0, done.output
     assert (tmp_path / "own" / "checkpoints" / "step-2" / "manifest.json").exists()
 
 
