@@ -92,6 +92,7 @@ def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) ->
     assert not left, late
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_wait_for_a_peer_ends_and_names_it(run_ranks: Run) -> None:
     with pytest.raises(InterlaceError) as caught:
