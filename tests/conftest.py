@@ -1,17 +1,24 @@
-"""Shared by all tests: poisoned memory, one thread, the order of tests, the ranks they start, and what needs a GPU."""
+"""Shared by all tests: poisoned memory, one thread, the order of tests, the ranks they start, and what needs a GPU.
+
+`./dev test` runs two tests at a time (pytest-xdist): those of ranks leave a quarter of two cores idle, the others one.
+A test marked `alone` promises times, or looks at what the whole machine holds, and has no other beside it.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from room import room
 
 HERE = Path(__file__).resolve().parent
 # Before torch is imported, and inherited by every process a test starts (their fork server must find preload.py).
@@ -22,6 +29,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent / "src"), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+ROOM = pytest.StashKey[str]()
 ORDER = ("one process", "ranks", "gpu", "gpu2")  # fast tests first
 
 
@@ -35,6 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("interlace")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Before a worker starts: where the tests of all workers meet (`room`)."""
+    if ROOM not in node.config.stash:
+        folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
+        node.config.add_cleanup(folder.cleanup)
+        node.config.stash[ROOM] = folder.name
+    node.workerinput["room"] = node.config.stash[ROOM]
+
+
 # After `-m` and `-k` have chosen: what those leave out must not cost an import of torch.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -44,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
         count = Counter(without[kind(item)] for item in dropped)
         config.stash[DROPPED] = [f"tests left out: {number}, {reason}" for reason, number in sorted(count.items())]
-    items[:] = sorted((item for item in items if kind(item) not in without), key=lambda item: ORDER.index(kind(item)))
+    items[:] = sorted((item for item in items if kind(item) not in without), key=place)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,6 +84,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.ensure_running()
 
 
+def place(item: pytest.Item) -> tuple[int, bool]:
+    """Those that must be alone come last of their kind: the load of the others, which `clock.limit` counts, is gone."""
+    return ORDER.index(kind(item)), item.get_closest_marker("alone") is not None
+
+
 def kind(item: pytest.Item) -> str:
     return next((mark for mark in ("gpu2", "gpu", "ranks") if item.get_closest_marker(mark)), "one process")
 
@@ -81,9 +104,30 @@ def devices_missing(items: list[pytest.Item]) -> dict[str, str]:
     return {mark: reasons[mark] for mark, needed in (("gpu", 1), ("gpu2", 2)) if found < needed}
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker tells what it has left out: tests are chosen there."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["dropped"] = session.config.stash.get(DROPPED, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if "dropped" in getattr(node, "workeroutput", {}):  # all workers have left out the same
+        node.config.stash[DROPPED] = node.workeroutput["dropped"]
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     for line in config.stash.get(DROPPED, []):
         terminalreporter.write_line(line)
+
+
+# Before pytest-timeout, so that a wait for the others does not count.
+@pytest.hookimpl(tryfirst=True, wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with room(Path(item.config.workerinput["room"]), bool(item.get_closest_marker("alone"))):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from interlace.collectives import Lines, Meter, make_lines
 from interlace.collectives.handle import between, now
@@ -17,6 +16,7 @@ from interlace.parallel import pipeline as pipelines
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.schedule import Table, generate, lower, parse_csv
+from interlace.train.verify import Products
 from interlace.world import World
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def chain(
 
     works = {stage: work(stage) for stage in parts}
     pipeline = Pipeline(lowered, world.rank, lines_of(world, lowered, meter), CPU, meter)
-    counter = FlopCounterMode(display=False)
+    counter = Products(CPU)
     with counter, mock.patch.object(pipeline, "_loads", return_value=loads):
         pipeline.run(works, [(*shape, FEATURES) for shape in shapes], torch.float32)
     reference, loss = serially(lowered.stages, inputs)
@@ -148,7 +148,7 @@ def chain(
     assert names == [str(action) for action in lowered.rows[world.rank] if action.is_compute]
     return {
         "error": error,
-        "flops": counter.get_total_flops(),
+        "flops": counter.flops,
         "loss": sum(losses) / loss,
         "sent": meter.sent["send", "pp"],
         "timed": len(record.transfers),

@@ -59,8 +59,8 @@ def refused(world: World, config: str) -> str:
     return str(caught.value)
 
 
-def traced_all(world: World, jobs: list[dict[str, str]]) -> None:
-    """`train_all` and an own module, traced by torch.compile, forward and backward, and run as traced.
+def traced_all(world: World, jobs: list[dict[str, str]], words: bool) -> None:
+    """`train_all`, and with `words` an own module, traced by torch.compile, forward and backward, and run as traced.
 
     Each begins with nothing compiled, since what has been compiled too often runs plainly.  No piece is a transfer's.
     """
@@ -71,8 +71,9 @@ def traced_all(world: World, jobs: list[dict[str, str]]) -> None:
             assert has_pieces(Block.forward)
             assert not transfers_with_pieces()
             torch.compiler.reset()
-        rank_functions_roles.traced_words(world)
-        assert not transfers_with_pieces()
+        if words:
+            rank_functions_roles.traced_words(world)
+            assert not transfers_with_pieces()
 
 
 def has_pieces(function: Callable[..., Any]) -> bool:

@@ -307,6 +307,7 @@ def under_way(file: str, folder: Path) -> tuple[subprocess.Popen[str], list[int]
     return process, below
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_killed_rank_ends_the_run_within_two_seconds(file: str, tmp_path: Path) -> None:
     process, below = under_way(file, tmp_path)
@@ -331,6 +332,7 @@ def test_a_killed_rank_ends_the_run_within_two_seconds(file: str, tmp_path: Path
     assert [row["step"] for row in runs.metrics(runs.config(tmp_path))] == list(range(1, rows[-1]["step"] + 3))
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_command_leaves_no_orphans(

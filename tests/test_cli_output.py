@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import runs
-from interlace.cli import app
+from interlace.cli import app, main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,6 +26,30 @@ def command(folder: Path, *words: str, **where: object) -> subprocess.Popen[byte
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **where}
     return subprocess.Popen([sys.executable, "-m", "interlace", *words], cwd=folder, env=environment, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+class Beside:
+    """The command as a process of its own, forked with torch imported; its ranks are the tests' fork server's too."""
+
+    def __init__(self, folder: Path, name: str, *words: str) -> None:
+        self.said = folder / name
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=command_here, args=(str(folder), str(self.said), words))
+        self.process.start()
+
+    def wait(self, seconds: float) -> int | None:
+        self.process.join(seconds)
+        return self.process.exitcode
+
+
+def command_here(folder: str, said: str, words: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    kept = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(kept, 1)
+    os.dup2(kept, 2)
+    sys.argv = ["interlace", *words]
+    forkserver._forkserver.ensure_running = lambda: None  # this process comes from it
+    main()
 
 
 def here(*words: str) -> Result:
@@ -42,14 +68,14 @@ def write_run(folder: Path, out: bool) -> str:
 @pytest.mark.ranks
 def test_two_runs_with_defaults_have_a_folder_each(tmp_path: Path) -> None:
     file = write_run(tmp_path, out=False)
-    pair = [command(tmp_path, "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
-    for process in pair:
-        assert process.wait(90) == 0, process.communicate()
+    pair = [Beside(tmp_path, f"said-{seed}", "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
+    for one in pair:
+        assert one.wait(90) == 0, one.said.read_text()
     folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert folders == ["demo", "demo-2"]
     seeds = {(tmp_path / "runs" / name / "run.toml").read_text().partition("seed = ")[2][0] for name in folders}
     assert seeds == {"1", "2"}
-    assert b"another run's folder" in b"".join(process.communicate()[1] for process in pair)
+    assert "another run's folder" in "".join(one.said.read_text() for one in pair)
 
 
 @pytest.mark.ranks
@@ -65,9 +91,9 @@ def test_a_run_that_never_began_does_not_keep_its_folder(tmp_path: Path, monkeyp
 @pytest.mark.ranks
 def test_of_two_runs_in_one_folder_one_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     file = write_run(tmp_path, out=True)
-    pair = [command(tmp_path, "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
-    codes = {process.wait(90): seed for seed, process in enumerate(pair, start=1)}
-    said = [process.communicate()[1].decode() for process in pair]
+    pair = [Beside(tmp_path, f"said-{seed}", "train", file, "--set", f"run.seed={seed}") for seed in (1, 2)]
+    codes = {one.wait(90): seed for seed, one in enumerate(pair, start=1)}
+    said = [one.said.read_text() for one in pair]
     assert 0 in codes, said
     assert set(codes) - {0} <= {2, 6}, said
     assert len(codes) == 2, said

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from interlace.cli import app
 from interlace.config import load, loads
+from rank_functions_launch import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +35,30 @@ def run(*commands: tuple[str, ...]) -> list[str]:
     return said
 
 
+def run_ranks_of(example: str, size: int, folder: Path) -> str:
+    """What the ranks print, started as torchrun would from the tests' own fork server: no imports of torch."""
+    context, port, out = multiprocessing.get_context("forkserver"), free_port(), folder / f"of-{size}"
+    ranks = [context.Process(target=as_rank, args=(rank, size, port, example, str(out))) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+        assert rank.exitcode == 0, out.read_text()
+    return out.read_text()
+
+
+def as_rank(rank: int, size: int, port: int, example: str, out: str) -> None:
+    """A whole program in this process; alone it joins nothing."""
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    written = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    runpy.run_path(str(ROOT / example), run_name="__main__")
+    sys.stdout.flush()
+
+
 def test_layouts() -> None:
     (said,) = run(("examples/layouts.py",))
     lines = said.splitlines()
@@ -38,9 +67,10 @@ def test_layouts() -> None:
 
 
 @pytest.mark.ranks
-def test_own_module_learns_alone_and_under_torchrun() -> None:
+def test_own_module_learns_alone_and_under_torchrun(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for said in run(("examples/own_module.py",), (*launcher, "examples/own_module.py")):
+    name = "examples/own_module.py"
+    for said in (run_ranks_of(name, 1, tmp_path), *run((*launcher, name))):
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
         assert len(losses) == 4
         assert losses[-1] < losses[0]
@@ -48,11 +78,10 @@ def test_own_module_learns_alone_and_under_torchrun() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["tensor_llama", "tensor_latent"])
-def test_a_module_split_by_roles_trains_as_alone(name: str) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+def test_a_module_split_by_roles_trains_as_alone(name: str, tmp_path: Path) -> None:
     alone, split = (
         [[float(n) for n in re.findall(r"[\d.]+", line)] for line in said.splitlines()]
-        for said in run((f"examples/{name}.py",), (*launcher, f"examples/{name}.py"))
+        for said in (run_ranks_of(f"examples/{name}.py", size, tmp_path) for size in (1, 2))
     )
     assert len(alone) == 5
     for row, expected in zip(split, alone, strict=True):
@@ -60,9 +89,11 @@ def test_a_module_split_by_roles_trains_as_alone(name: str) -> None:
 
 
 @pytest.mark.ranks
-def test_run_file(tmp_path: Path) -> None:
+def test_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     settings = ("--set", f"run.out={tmp_path / 'own'}", "--set", "train.steps=2")
-    run(("-m", "interlace", "train", "examples/run.toml", *settings))
+    done = CliRunner().invoke(app, ["train", "examples/run.toml", *settings])
+    assert done.exit_code == 0, done.output
     assert (tmp_path / "own" / "checkpoints" / "step-2" / "manifest.json").exists()
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from interlace.plan.fused import OPS
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-import fused_matmul  # noqa: E402 - found through the line above
+import decoder_layer  # noqa: E402 - found through the line above
+import fused_matmul  # noqa: E402
 from fused import shapes, targets  # noqa: E402
 from fused.targets import Figures, interval, verdicts  # noqa: E402
 
@@ -168,13 +170,34 @@ def run(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+Here = Callable[..., str]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    """`here(module, *words)`: what a benchmark says in this process, its ranks from the tests' own fork server."""
+    for name, value in (("TRITON_INTERPRET", "1"), *((name, "1") for name in fused_matmul.NO_MULTICAST)):
+        monkeypatch.setenv(name, value)  # as the benchmark would, and for the test only
+    monkeypatch.chdir(tmp_path)
+
+    def call(module: Any, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [module.__file__, *words])
+        capfd.readouterr()
+        module.main()
+        return capfd.readouterr().out
+
+    return call
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_rows_from_end_to_end(tmp_path: Path) -> None:
+def test_rows_from_end_to_end(tmp_path: Path, here: Here) -> None:
     """The first call runs out of its budget, the second goes on; what is held out never joins the table."""
-    words = ["fused_matmul.py", "--smoke", "--rounds", "2", "--table", "t.json", "--out", "r.json"]
-    assert "left: 4 rows, 0:4; go on with --rows 0:" in run(tmp_path, *words, "--budget", "0.001")
-    said = run(tmp_path, *words)
+    words = ["--smoke", "--rounds", "2", "--table", "t.json", "--out", "r.json"]
+    left = run(tmp_path, "fused_matmul.py", *words, "--budget", "0.001")
+    assert "left: 4 rows, 0:4; go on with --rows 0:" in left
+    said = here(fused_matmul, *words)
+    assert "wrote t.json" in said
     assert "left" not in said
     held = Table.load(tmp_path / "t.json", "cpu")
     assert [entry.op for entry in held.entries.values()] == sorted(OPS)
@@ -197,9 +220,10 @@ def test_numbers_as_spans() -> None:
 
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
-def test_a_layer_from_end_to_end(tmp_path: Path) -> None:
+def test_a_layer_from_end_to_end(tmp_path: Path, here: Here) -> None:
     words = ["--smoke", "--rounds", "2", "--out", "l.json", "--sizes", "tp8", "--variants", "serial,auto,fused,torch"]
-    said = run(tmp_path, "decoder_layer.py", *words)
+    said = here(decoder_layer, *words)
+    assert "\n| torch | " in said
     assert "WRONG" not in said
     (found,) = json.loads((tmp_path / "l.json").read_text()).values()
     assert set(found["samples"]) == {"serial", "auto", "fused", "torch"}

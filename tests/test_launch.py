@@ -252,6 +252,7 @@ def test_a_rank_that_goes_early_is_lost(fault: str, how: str) -> None:
     assert str(error).startswith("rank 1 (pid ")
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("frozen", [False, True])
@@ -280,6 +281,7 @@ def test_killed_in_the_middle_of_an_all_reduce(frozen: bool) -> None:
     assert not [pid for pid in ranks if alive(pid)]
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
@@ -303,6 +305,7 @@ def test_a_hang_names_the_odd_one_out(fault: str, head: str) -> None:
     assert "  rank 0: at step 3 during all_reduce(gradients) for " in str(error)
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 def test_a_freeze_shorter_than_the_limit_is_survived() -> None:
@@ -361,6 +364,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(world.choose_device("cuda", 3, 4)) == "cuda:0"
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(40)
 def test_signals_to_the_launcher(tmp_path: Path) -> None:

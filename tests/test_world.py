@@ -38,6 +38,7 @@ def join_two(folder: Path, fault: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 def test_join_by_environment(tmp_path: Path) -> None:
@@ -55,6 +56,7 @@ def test_leaving_ends_the_threads_of_groups_that_are_still_held(run_ranks: Calla
         assert report == {"gloo": [], "said": said, "rank": rank}
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 def test_joined_ranks_explain_each_other(tmp_path: Path) -> None:
@@ -64,6 +66,7 @@ def test_joined_ranks_explain_each_other(tmp_path: Path) -> None:
     assert first["exit_code"] == second["exit_code"] == 3
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 @pytest.mark.timeout(30)
 def test_joined_ranks_report_a_hang(tmp_path: Path) -> None:

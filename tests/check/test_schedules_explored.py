@@ -112,6 +112,7 @@ def test_workers_write_lines_and_another_call_goes_on(
     assert f"| example ping_pong | 5 / {events} / 0 |" in said
 
 
+@pytest.mark.alone
 def test_a_call_whose_time_is_over_leaves_the_file_as_it_is(
     runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,6 +332,7 @@ CASES = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", CASES, ids=[case["op"] for case in CASES])
 def test_wrong_candidates_are_named_and_cannot_win(case: dict[str, Any], run_ranks: Callable[..., list[Any]]) -> None:
     ranks = run_ranks("rank_functions_tune:measured", 2, case)

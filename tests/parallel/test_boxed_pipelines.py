@@ -35,6 +35,7 @@ def test_they_equal_one_process_and_account_as_the_library_does(run_ranks: Run, 
             assert got["calls"] > 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("how", "says"), [("sleeps", ["2RECV_F0 from rank 1", "step 3"]), ("ends", ["rank 1 (pid "])])
 def test_a_rank_that_fails_ends_the_run_with_one_message(run_ranks: Run, how: str, says: list[str]) -> None:
     with pytest.raises(InterlaceError) as caught:

@@ -62,6 +62,7 @@ class Taken(Costs):
         return self.__dict__["taken"].get(str(action), 0.0)  # type: ignore[no-any-return]
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) -> None:
     """4 ranks, F 30, I 36 and W 24 ms: within 3 % of the table with the times that the actions took, 3 ms for starting
@@ -91,6 +92,7 @@ def test_a_step_of_sleeping_stages_takes_as_long_as_its_table(run_ranks: Run) ->
     assert not left, late
 
 
+@pytest.mark.alone
 @pytest.mark.ranks
 def test_a_wait_for_a_peer_ends_and_names_it(run_ranks: Run) -> None:
     with pytest.raises(InterlaceError) as caught:

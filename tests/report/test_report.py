@@ -252,6 +252,7 @@ def test_a_place_that_cannot_be_written(run: Path) -> None:
 # --- real ranks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_named(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Rank 1 makes its batches 250 ms late: the other waits so long for it, under every plan, and it for no one."""
     late = 0.25

@@ -15,6 +15,7 @@ from interlace.symmetric import SymmetricHeap
 RANKS = "rank_functions_symmetric"
 
 
+@pytest.mark.alone
 def test_memory_of_three_ranks(run_ranks: Callable[..., list[Any]]) -> None:
     for result in run_ranks(f"{RANKS}:memory", 3):
         assert result["fresh"]

@@ -32,6 +32,7 @@ STEPS, HALF = 8, 4
 LONG = [f"train.steps={STEPS}", "train.lr_schedule=wsd", "train.warmup=2", "run.save_every=4"]
 SGD = ["train.optimizer=sgd", "train.learning_rate=0.1", "train.lr_schedule=constant"]
 UNLIKE = [*SGD, "train.global_batch=4", "train.clip=0", "run.seed=11"]  # 6, 15, 8 and 16 labels in the first step
+together = pytest.mark.xdist_group("made")  # in the process that has made them
 TEN = ["train.global_batch=4", "train.epochs=1", "data.documents=joined", *SGD]  # with a source of ten sequences
 
 
@@ -127,6 +128,7 @@ def assert_close(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
         assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+@together
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["resumed-1", "resumed-2", "resumed-3"])
 def test_a_checkpoint_goes_on_under_another_plan(made: Made, name: str) -> None:
@@ -136,6 +138,7 @@ def test_a_checkpoint_goes_on_under_another_plan(made: Made, name: str) -> None:
     assert made.rows("unbroken")[-1]["loss"] < made.rows("unbroken")[0]["loss"] - 0.5
 
 
+@together
 @pytest.mark.ranks
 def test_going_on_under_the_same_plan_gives_the_same_bits(made: Made) -> None:
     unbroken, same = made.runs["unbroken"], made.runs["same"]
@@ -147,6 +150,7 @@ def test_going_on_under_the_same_plan_gives_the_same_bits(made: Made) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@together
 @pytest.mark.ranks
 def test_events_of_a_resumed_run_go_on_in_time(made: Made) -> None:
     for name in ("unbroken", "same"):
@@ -160,6 +164,7 @@ def test_events_of_a_resumed_run_go_on_in_time(made: Made) -> None:
         assert sum(event.bytes for event in events) > 0
 
 
+@together
 @pytest.mark.ranks
 def test_events_of_all_ranks_stand_on_one_clock(made: Made) -> None:
     """No rank's gather ends before the last rank has begun it, and every step's account adds up."""
@@ -181,12 +186,14 @@ def test_events_of_all_ranks_stand_on_one_clock(made: Made) -> None:
             assert account.seconds("host") < 0.5 * account.span / SECOND
 
 
+@together
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["few", "uneven", "ten", "ten-dropped", "labels-4"])
 def test_odd_batches_equal_one_process(made: Made, name: str) -> None:
     assert_close(made.rows(name), made.rows(f"{name}-1"))
 
 
+@together
 @pytest.mark.ranks
 def test_the_loss_does_not_depend_on_where_labels_lie(made: Made) -> None:
     """pytorch/torchtitan#1842, huggingface/transformers#34191: a mean of means is not the mean."""
@@ -198,6 +205,7 @@ def test_the_loss_does_not_depend_on_where_labels_lie(made: Made) -> None:
         assert_close(made.rows(name), made.rows("labels-4-1"))
 
 
+@together
 @pytest.mark.ranks
 def test_ten_samples_on_four_ranks(made: Made) -> None:
     """horovod/horovod#708: the last, short batch is weighed by its labels, or dropped by all ranks."""
@@ -205,6 +213,7 @@ def test_ten_samples_on_four_ranks(made: Made) -> None:
     assert [row["labels"] for row in made.rows("ten-dropped")] == [64, 64]
 
 
+@together
 @pytest.mark.ranks
 def test_the_run_folder(made: Made) -> None:
     cfg = made.runs["unbroken"]

@@ -198,6 +198,7 @@ def test_a_trained_bias_is_exported_and_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+@pytest.mark.xdist_group("traced blocks of experts")  # the second finds what the first has traced
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_compiled_blocks_tell_the_same(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by torch.compile and run as traced; the second run of a block saves as many tensors as the first."""

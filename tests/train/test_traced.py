@@ -21,32 +21,33 @@ EXPERTS = [
     "model.capacity_factor=0.8",
 ]
 PLANS = {
-    "tp=2": [],
-    "cp=2": [],
-    "dp=2 ep=2 recompute=full expert_halves=on": EXPERTS,
-    "dp=2 ep=2 overlap=fused": EXPERTS,
-    "tp=2 recompute=full": EXPERTS,
+    "dense": {"tp=2": [], "cp=2": []},
+    "experts": {
+        "dp=2 ep=2 recompute=full expert_halves=on": EXPERTS,
+        "dp=2 ep=2 overlap=fused": EXPERTS,
+        "tp=2 recompute=full": EXPERTS,
+    },
 }
 
 
+@pytest.mark.parametrize("model", PLANS)
 def test_traced_blocks_give_the_same_losses(
-    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ranks: Callable[..., list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """In one start of ranks: what the tracer imports takes longer than a run."""
+    """In one start of ranks for each model: what the tracer imports takes longer than a run."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    plans = PLANS[model]
     traced = {
         plan: runs.config(tmp_path, plan, [*SHORT, *words, "train.compile=true"], out=f"traced-{number}")
-        for number, (plan, words) in enumerate(PLANS.items())
+        for number, (plan, words) in enumerate(plans.items())
     }
     jobs = [{"config": cfg.to_toml(), "resume": ""} for cfg in traced.values()]
-    run_ranks("rank_functions_train:traced_all", 2, {"jobs": jobs}, 150.0)
-    for number, words in enumerate(({tuple(words): words for words in PLANS.values()}).values()):
-        plain = runs.config(tmp_path, "dp=1", [*SHORT, *words], out=f"plain-{number}")
-        loop.run(runs.alone(), plain.to_toml(), "")
-        for plan, cfg in traced.items():
-            if PLANS[plan] != words:
-                continue
-            for row, other in zip(runs.metrics(cfg), runs.metrics(plain), strict=True):
-                for key in ("loss", "grad_norm", *(("busiest", "idle", "dropped") if words else ())):
-                    assert row[key] == pytest.approx(other[key], rel=1e-5), (plan, key)
-            assert not words or row["dropped"] > 0
+    run_ranks("rank_functions_train:traced_all", 2, {"jobs": jobs, "words": model == "dense"}, 150.0)
+    (words,) = {tuple(words) for words in plans.values()}
+    plain = runs.config(tmp_path, "dp=1", [*SHORT, *words], out="plain")
+    loop.run(runs.alone(), plain.to_toml(), "")
+    for plan, cfg in traced.items():
+        for row, other in zip(runs.metrics(cfg), runs.metrics(plain), strict=True):
+            for key in ("loss", "grad_norm", *(("busiest", "idle", "dropped") if words else ())):
+                assert row[key] == pytest.approx(other[key], rel=1e-5), (plan, key)
+        assert not words or row["dropped"] > 0

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import rank_functions_train as functions
@@ -253,6 +255,28 @@ def test_a_sweep_forgets_the_stages_of_the_plan_before(tmp_path: Path) -> None:
     plans = [ParallelPlan.parse(text) for text in ("pp=2", "dp=1")]
     for report in verify.sweep(runs.config(tmp_path, "dp=1", ["model.num_layers=2"]), plans, 2):
         assert report.passed, explain(report)
+
+
+def test_products_are_counted_as_torch_counts_them() -> None:
+    """Forward and backward, into other memory and in place; the values are the same, and later ones are not counted."""
+    x_NK, w_KM, b_M = (torch.randn(size, requires_grad=True) for size in ((3, 5), (5, 7), (7,)))
+
+    def step() -> list[torch.Tensor]:
+        y_NM = torch.addmm(b_M, x_NK, w_KM).tanh() + x_NK @ w_KM
+        made = torch.autograd.grad(y_NM.sum(), (x_NK, w_KM, b_M))
+        with torch.no_grad():
+            out_NM = torch.mm(x_NK, w_KM, out=torch.empty(3, 7))
+            torch.addmm(out_NM, x_NK, w_KM, beta=2, out=out_NM)
+            return [*made, y_NM, out_NM.addmm_(x_NK, w_KM, alpha=0.5)]
+
+    plain = step()
+    with FlopCounterMode(display=False) as torchs:
+        step()
+    with verify.Products(torch.device("cpu")) as counter:
+        counted = step()
+    step()
+    assert counter.flops == torchs.get_total_flops() + 2 * 3 * 5 * 7 == 9 * 2 * 3 * 5 * 7  # torch leaves out addmm_
+    assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
 
 
 def test_equality_and_accounts_have_an_edge() -> None:
