@@ -16,7 +16,7 @@ from interlace.parallel import pipeline as pipelines
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.schedule import Table, generate, lower, parse_csv
-from interlace.train.verify import Products
+from interlace.train.verify import products
 from interlace.world import World
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def chain(
 
     works = {stage: work(stage) for stage in parts}
     pipeline = Pipeline(lowered, world.rank, lines_of(world, lowered, meter), CPU, meter)
-    counter = Products(CPU)
+    counter = products(CPU)
     with counter, mock.patch.object(pipeline, "_loads", return_value=loads):
         pipeline.run(works, [(*shape, FEATURES) for shape in shapes], torch.float32)
     reference, loss = serially(lowered.stages, inputs)

@@ -272,11 +272,14 @@ def test_products_are_counted_as_torch_counts_them() -> None:
     plain = step()
     with FlopCounterMode(display=False) as torchs:
         step()
-    with verify.Products(torch.device("cpu")) as counter:
-        counted = step()
-    step()
-    assert counter.flops == torchs.get_total_flops() + 2 * 3 * 5 * 7 == 9 * 2 * 3 * 5 * 7  # torch leaves out addmm_
-    assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
+    assert isinstance(verify.products(torch.device("cpu")), verify.ProductsOnCpu)
+    assert isinstance(verify.products(torch.device("cuda")), verify.Products)
+    for each in (verify.Products(), verify.ProductsOnCpu()):
+        with each as counter:
+            counted = step()
+        step()
+        assert counter.flops == torchs.get_total_flops() + 2 * 3 * 5 * 7 == 9 * 2 * 3 * 5 * 7  # torch leaves out addmm_
+        assert all(torch.equal(a, b) for a, b in zip(plain, counted, strict=True))
 
 
 def test_equality_and_accounts_have_an_edge() -> None:
