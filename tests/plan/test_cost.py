@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typer.testing import CliRunner
 from interlace import spec
 from interlace.cli import app
 from interlace.config import Config, load
+from interlace.errors import PlanError
 from interlace.events import read_jsonl
 from interlace.plan.cost import ATTENTION, LONGER, SHORT, price
-from interlace.plan.search import search
+from interlace.plan.fit import check
+from interlace.plan.memory import estimate
+from interlace.plan.search import AXES, RESERVED, search
 from interlace.plan.simulate import makespan
 from interlace.report.ledger import SECOND, ledgers, median
 from interlace.topology import Link, Topology
@@ -150,6 +154,93 @@ def test_the_search_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     assert [done for done, _ in seen] == list(range(seen[0][1]))
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("pp=1 schedule=zbv", "asks for schedule=zbv without a pipeline (pp=1)"),
+        ("pp=1 layers=8/8", "asks for layers=8/8 without a pipeline (pp=1)"),
+        ("pp=1 unsharded=1", "asks for unsharded=1 without a pipeline (pp=1)"),
+        ("ep=2", "asks for ep=2, and the model has no experts"),
+        ("tp=3", 'no mesh of 4 GPUs has "tp=3": dp x tp x pp x cp is the number of GPUs'),
+        ("dp=3 tp=2", "nearest is 6 GPUs"),
+        ("dp=2 tp=1 pp=2 cp=1 ep=3", 'no mesh has "dp=2 tp=1 cp=1 ep=3 pp=2"'),
+    ],
+)
+def test_keys_that_contradict_are_told_not_dropped(keys: str, told: str) -> None:
+    cfg = configured("1.2b", keys, 8)
+    held = {word.partition("=")[0] for word in keys.split()}
+    if not told.startswith("asks"):
+        with pytest.raises(PlanError, match=re.escape(told)):
+            search(cfg, 4, H200, held=held)
+        return
+    found = search(cfg, 4, H200, held=held)
+    assert not found.choices
+    assert told in [refusal.reason for refusal in found.refusals]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    ["schedule=interleaved", "chunks=2", "pp=2 layers=5/11", "unsharded=1",
+     "pp=2 schedule=interleaved chunks=3 unsharded=2", "micro_batch_size=1", "zero=0 overlap=off", "tp=4 sequence=off", "cp=2 exchange=gather", "shard=2"],
+)  # fmt: skip
+def test_keys_that_are_held_stay_and_what_is_found_runs(keys: str) -> None:
+    words = ("train.compile=false", "model.num_experts=4", "model.expert_ffn_size=512", "model.experts_per_token=2")
+    cfg = configured("1.2b", keys, 8, 4096, *words)
+    found = search(cfg, 4, H200, held={word.partition("=")[0] for word in keys.split()})
+    assert found.choices
+    for choice in found.choices:
+        for key in (word.partition("=")[0] for word in keys.split()):
+            assert getattr(choice.plan, key) == getattr(cfg.plan, key)
+        chosen = replace(cfg, plan=choice.plan)
+        check(chosen, 4, H200.memory_bytes - RESERVED, AXES)
+        assert choice.memory == estimate(chosen, choice.plan)
+    if keys == "schedule=interleaved":  # chunks are free
+        assert all(choice.plan.chunks > 1 for choice in found.choices)
+
+
+def test_keys_of_a_run_file_that_are_not_held_are_free() -> None:
+    given = search(configured("1.2b", "shard=2 zero=3 overlap=fused transport=copy micro_batch_size=1", 8), 4, H200)
+    assert given == search(configured("1.2b", "", 8), 4, H200)
+    fixed = configured("1.2b", "zero=3 micro_batch_size=2", 8, 4096, "run.reproducible=plan")
+    assert {choice.plan.micro_batch_size for choice in search(fixed, 2, H200).choices} == {2}  # the sums follow from it
+
+
+def test_stages_that_take_turns_cost_gathers() -> None:
+    for schedule in ("interleaved chunks=2", "zbv"):
+        plan = f"dp=2 pp=2 zero=3 micro_batches=8 schedule={schedule}"
+        once, turns = (seconds(f"{plan}{more}", model="1.2b") for more in ("", " unsharded=1"))
+        assert turns > 1.02 * once
+        assert seconds(f"{plan} unsharded=2", model="1.2b") == pytest.approx(once, rel=0.01)
+
+
+def test_fixed_sums_of_a_pipeline_are_reduced_once_a_micro_batch() -> None:
+    slow = replace(
+        H200, links=tuple(replace(link, bandwidth=link.bandwidth / 100, collective=()) for link in H200.links)
+    )
+    fixed = "run.reproducible=plan"
+
+    def exposed(size: int) -> float:
+        cfg = configured("1.2b", f"dp=2 pp=2 zero=1 micro_batch_size={size}", 16, 512, fixed)
+        return price(cfg, cfg.plan, slow).exposed["dp"]
+
+    assert exposed(1) > 3 * exposed(4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved chunks=3", "zbv"])
+def test_a_long_step_goes_on_as_its_rounds_did(schedule: str) -> None:
+    cfg = configured("1.2b", f"pp=3 micro_batches=50 schedule={schedule}", 50, 512, "train.compile=false")
+    complete, short = price(cfg, cfg.plan, H200), price(cfg, cfg.plan, H200, complete=False)
+    assert short.seconds == pytest.approx(complete.seconds, rel=1e-3)
+    assert len(short.events) < len(complete.events)
+
+
+def test_slower_links_never_save_time() -> None:
+    slow = replace(H200, links=tuple(replace(link, bandwidth=link.bandwidth / 4, collective=()) for link in H200.links))
+    fast = replace(H200, links=tuple(replace(link, collective=()) for link in H200.links))
+    for plan in ("dp=8 zero=3", "dp=2 tp=4", "dp=4 cp=2 zero=1", "dp=2 pp=4 zero=3 micro_batches=4", "tp=2 pp=4"):
+        assert seconds(plan, model="1.2b", topology=slow) >= seconds(plan, model="1.2b", topology=fast)
+
+
 def test_with_experts_their_axis_is_tried() -> None:
     experts = ("model.num_experts=8", "model.expert_ffn_size=4096", "model.experts_per_token=2")
     found = search(configured("1.2b", "", 16, 4096, *experts), 4, H200)
@@ -165,7 +256,8 @@ def test_the_command_ranks_layouts_and_refuses_mistakes(tmp_path: Path) -> None:
     assert told.exit_code == 0, told.output
     first = next(line for line in told.stdout.splitlines() if line.strip().startswith(("dp=", "tp=", "pp=", "cp=")))
     best = told.stdout.splitlines()[-1]
-    assert best.startswith('interlace train --parallel "')
+    command = "interlace train --set model.preset=1.2b --set train.precision=bf16 --set train.compile=true"
+    assert best.startswith(f"{command} --set train.global_batch=8 --set data.documents=joined --parallel")
     assert best.split('"')[1] in first
     found = json.loads(run(*given, "--json").stdout)
     assert found["layouts"][0]["plan"] == best.split('"')[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +20,13 @@ from interlace.cli.report import print_table, write
 
 if TYPE_CHECKING:
     from interlace.config import Config
+    from interlace.events import Event
     from interlace.plan.search import Choice, Found
     from interlace.topology import Topology
 
 
 DRAWN = 4  # layouts in a picture
+MOST_GIB = 1 << 20  # of a GPU
 
 
 @app.command()
@@ -52,31 +56,38 @@ def plan(
     def work() -> None:
         from interlace.config import load
         from interlace.events import to_jsonl
+        from interlace.plan.cost import price
         from interlace.plan.search import search
         from interlace.topology import Topology
 
         topology = Topology.load(gpu)
         given = run or None
-        cfg = load(
-            given,
-            [*(() if given else ("train.precision=bf16", "train.compile=true")), *set_],
-            parallel or None,
-            preset=preset,
-        )
+        if not memory < MOST_GIB:
+            raise errors.ConfigError(f"--memory is {memory}; write GiB of a GPU, less than {MOST_GIB}.")
+        words = [*(() if given else ("train.precision=bf16", "train.compile=true")), *set_]
+        cfg = load(given, words, parallel or None, preset=preset)
         held = frozenset(word.partition("=")[0] for word in parallel.split())
+        room = math.ceil(memory * 2**30) if memory else None
         with _told() as advance:
-            found = search(cfg, gpus, topology, round(memory * 2**30) or None, held, advance)
+            found = search(cfg, gpus, topology, room, held, advance)
         if as_json:
             print(json.dumps(_json(cfg, found, topology, gpus), indent=1))
         else:
             _print(cfg, found, topology, gpus, top)
+            if found.choices:
+                model = [given] if given else ["--set", f"model.preset={preset}"]
+                command = ["interlace", "train", *model, *(part for word in words for part in ("--set", word))]
+                print(f'{shlex.join(command)} --parallel "{found.choices[0].plan}"')
         if not found.choices:
-            nearest = f": nearest, {found.refusals[0].example} {found.refusals[0].reason}" if found.refusals else ""
-            raise errors.PlanError(f"none of {found.tried} layouts runs on {gpus} x {topology.name}{nearest}")
+            near = min(found.refusals, key=lambda refusal: not refusal.lacks_memory)
+            nearest = f'nearest, "{near.example}" {near.reason}'
+            raise errors.PlanError(f"none of {found.tried} layouts runs on {gpus} x {topology.name}: {nearest}")
+        drawn = found.choices[: DRAWN if out else 1] if out or events else ()
+        steps = [(str(choice.plan), price(cfg, choice.plan, topology).events) for choice in drawn]
         if out:
-            _draw(found.choices[:DRAWN], out)
+            _draw(steps, out)
         if events:
-            write(Path(events), to_jsonl(found.choices[0].cost.events).decode(), "--events FILE")
+            write(Path(events), to_jsonl(steps[0][1]).decode(), "--events FILE")
             print(f"wrote {events}", file=sys.stderr)
 
     guarded(work, debug)
@@ -94,39 +105,28 @@ def _told() -> Iterator[Callable[[int, int], None]]:
 
 
 def _print(cfg: Config, found: Found, topology: Topology, gpus: int, top: int) -> None:
-    from interlace.report.table import Table
+    from interlace.plan.memory import gib
+    from interlace.report.table import Table, scale
 
     train, length = cfg.train, cfg.data.sequence_length
     print(f"{gpus} x {topology.name}, {train.global_batch} sequences of {length} a step, {train.precision}; computed")
-    heads = (
-        "layout",
-        "s a step",
-        "tokens/s/GPU",
-        "MFU %",
-        "GiB",
-        "compute",
-        "update",
-        "bubble",
-        "exposed, s",
-        "slower %",
-    )
+    size, unit = scale(found.choices[0].cost.seconds) if found.choices else (1.0, "s")
+    digits = 3 if unit == "s" else 2
+    first = ("layout", f"{unit} a step", "tokens/s/GPU", "MFU %", "memory")
+    heads = (*first, "compute", "update", "bubble", f"exposed, {unit}", "slower %")
     lines = []
     for choice in found.choices[:top]:
         cost = choice.cost
-        exposed = " ".join(f"{axis} {seconds:.3f}" for axis, seconds in cost.exposed.items()) or "-"
+        exposed = " ".join(f"{axis} {seconds / size:.{digits}f}" for axis, seconds in cost.exposed.items()) or "-"
         slower = 100 * (cost.seconds / found.choices[0].cost.seconds - 1)
         mfu = 100 * cost.mfu(topology, gpus, train.precision)
-        figures = (f"{cost.seconds:.3f}", f"{cost.tokens / gpus / cost.seconds:,.0f}", f"{mfu:.1f}")
-        parts = (f"{cost.compute:.3f}", f"{cost.optimizer:.3f}", f"{cost.bubble:.3f}")
-        lines.append(
-            (str(choice.plan), *figures, f"{choice.memory.total / 2**30:.1f}", *parts, exposed, f"{slower:.1f}")
-        )
+        figures = (f"{cost.seconds / size:.{digits}f}", f"{cost.tokens / gpus / cost.seconds:,.0f}", f"{mfu:.1f}")
+        parts = tuple(f"{seconds / size:.{digits}f}" for seconds in (cost.compute, cost.optimizer, cost.bubble))
+        lines.append((str(choice.plan), *figures, gib(choice.memory.total), *parts, exposed, f"{slower:.1f}"))
     if lines:
         print_table(Table(heads, tuple(lines), 0))
     for refusal in found.refusals[:6]:
         print(f'left out, {refusal.count}: {refusal.reason}, such as "{refusal.example}"')
-    if found.choices:
-        print(f'interlace train --parallel "{found.choices[0].plan}"')
 
 
 def _json(cfg: Config, found: Found, topology: Topology, gpus: int) -> dict[str, Any]:
@@ -148,10 +148,9 @@ def _json(cfg: Config, found: Found, topology: Topology, gpus: int) -> dict[str,
     return {"gpu": topology.name, "gpus": gpus, "tried": found.tried, "layouts": choices, "left_out": refusals}
 
 
-def _draw(choices: tuple[Choice, ...], out: str) -> None:
+def _draw(steps: list[tuple[str, list[Event]]], out: str) -> None:
     from interlace.report.ledger import ledgers, median
     from interlace.report.timeline import Scene, timeline
 
-    steps = [(str(choice.plan), choice.cost.events) for choice in choices]
     write(Path(out), timeline([Scene.of(name, events, median(ledgers(events))) for name, events in steps], "Planned"))
     print(f"wrote {out}", file=sys.stderr)

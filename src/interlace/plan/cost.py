@@ -36,7 +36,7 @@ from interlace.plan.simulate import makespan
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.plan.tensor import seconds as tensor_seconds
 from interlace.plan.tensor import split_dimension
-from interlace.schedule import generate
+from interlace.schedule import FORMS, generate
 from interlace.spec import Operation, Parameter, Role, operations, parameters, units
 from interlace.topology import ITEMSIZE, Topology
 
@@ -50,6 +50,7 @@ ADDED = 20  # bytes an element of gradients that are added up, read and written,
 UPDATED = 34  # bytes an element of an update and of the norm before it
 HIDDEN_ROWS = 0.2  # of the exchange with experts, by the own kernels
 FORWARD = 0.4  # of what is read and written between products
+ROUNDS = 6  # micro-batches a rank of a pipeline, after which a step goes on as it did
 LONGER = 1.07  # all of it in a step, at the limit of power and beside transfers, over each by itself
 
 
@@ -118,11 +119,13 @@ def price(
     topology: Topology,
     exact: bool = True,
     known: dict[Any, _Pass] | None = None,
+    complete: bool = True,
 ) -> Cost:
     """Of a plan that `fit.check` lets pass.
 
     exact=False: bytes and a pipeline's bubble by formulae, without the plan's tables.  known: what was priced before,
-    of the same configuration but for its plan, and topology.
+    of the same configuration but for its plan, and topology.  complete=False: a step of many micro-batches is simulated
+    for some of them, whose events are given; every further round adds to the bubble what the last of those did.
     """
     kinds: dict[Any, _Pass] = {} if known is None else known
     config = replace(config, plan=plan)
@@ -148,7 +151,7 @@ def price(
     busiest = max(range(plan.pp), key=lambda rank: sum(work[rank].parts))
     own, first = work[busiest], busiest * plan.world // plan.pp
     names = tuple(name for at, part in zip(home, cut, strict=True) if at == busiest for name in part)
-    mine = share(_once(config), first, batch) if exact else _roughly(config, cfg, names)
+    mine = _share(config, first, count) if exact else _roughly(config, cfg, names)
     computed, held = count * sum(own.parts), mine.main // 4
     adding = ADDED * mine.gradients / 4 / topology.hbm_bandwidth * (count - 1) / count  # a micro-batch, of gradients
     update = UPDATED * held / topology.hbm_bandwidth
@@ -156,15 +159,22 @@ def price(
     inside = {axis: seconds / count for axis, seconds in exposed.items() if axis != "dp"}
     events: list[Event] = []
     if exact:
-        table = table_of(plan, count) if plan.pp > 1 else generate("1f1b", 1, count)
         nbytes = _message(config, cfg, plan, sequences) if plan.pp > 1 else 0
         link = topology.link((0, plan.world // plan.pp)) if plan.pp > 1 else None
         message, stages = link.transfer_seconds(nbytes) if link else 0.0, len(cut) // plan.pp
         parts = [(f, i, w + adding / stages) for f, i, w in (one.parts for one in passes)]
         costs = with_transfers(parts, sum(inside.values()), 1 / stages, message, nbytes)
-        events = planned(table, costs, inside, 1 / stages, exposed.get("dp", 0.0), update)
-        ended = makespan(events) - exposed.get("dp", 0.0) - update
-        bubble = max(0.0, ended - computed - count * (adding + sum(inside.values())))
+        if plan.unsharded:
+            costs = replace(costs, unshard=[_unshard(config, cfg, topology, first, names) for names in cut])
+        some = count if complete or plan.schedule not in FORMS else min(count, ROUNDS * plan.pp + count % plan.pp)
+        bubbles = []
+        for number in (some, some - plan.pp) if some < count else (some,):
+            table = table_of(plan, number) if plan.pp > 1 else generate("1f1b", 1, number)
+            made = planned(table, costs, inside, 1 / stages, exposed.get("dp", 0.0), update)
+            events = events or made
+            ended = makespan(made) - exposed.get("dp", 0.0) - update
+            bubbles.append(ended - number * (sum(own.parts) + adding + sum(inside.values())))
+        bubble = max(0.0, bubbles[0] + (count - some) / plan.pp * (bubbles[0] - bubbles[-1]))
     else:
         bubble = (computed + count * sum(inside.values())) * _bubble(plan, count) if plan.pp > 1 else 0.0
     return Cost(
@@ -180,10 +190,27 @@ def price(
     )
 
 
-def _once(config: Config) -> Config:
-    """A pipeline sends weights and gradients once a step, however many micro-batches it has."""
-    plan = config.plan
-    return replace(config, plan=replace(plan, micro_batches=1, micro_batch_size=0)) if plan.pp > 1 else config
+def _share(config: Config, rank: int, count: int) -> Share:
+    """`share` of a rank that runs `count` micro-batches, without their table.
+
+    A pipeline sends weights and gradients once a step, gradients once a micro-batch where sums are fixed.  Gathers of
+    stages that take turns are not counted: `_unshard` prices them, where the table has them.
+    """
+    plan, batch = config.plan, config.train.global_batch
+    if plan.pp == 1:
+        return share(config, rank, batch)
+    fixed = config.run.reproducible == "plan"
+    if fixed:
+        found = share(config, rank, min(batch, plan.dp * (plan.micro_batch_size or 1)))
+    else:
+        found = share(replace(config, plan=replace(plan, micro_batches=1, micro_batch_size=0)), rank, batch)
+    times = {"reduce_scatter": count if fixed else 1, "all_gather": 0 if plan.unsharded else 1}
+    weights = {
+        axis: {name: nbytes * times.get(name, 1) for name, nbytes in found.along[axis].items()}
+        for axis in ("dp", "edp")
+        if axis in found.along
+    }
+    return replace(found, along=found.along | weights)
 
 
 def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
@@ -194,6 +221,8 @@ def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
     whole, held = sum(run.numel for run in found), sum(run.held(plan.zero) for run in found)
     count, _ = micro_batching(config, plan)
     gathers = 0 if plan.zero == 0 else 2 * count if plan.zero == 3 and plan.pp == 1 else 1
+    if plan.unsharded and plan.unsharded < num_stages(plan) // plan.pp:  # they take turns
+        gathers = 2 * count
     moved = whole * (merged.dp - 1) / merged.dp
     along = {
         "dp": {
@@ -325,7 +354,8 @@ def _exposed(
     layers = max(1, len(units(cfg)) // plan.pp)
     found = {}
     ranks = mesh.peers(first, ("dp", "cp")) if plan.cp > 1 else mesh.peers(first, "dp")
-    weights = _weights(plan, topology, mine, own, count, layers, ranks, hides)
+    fixed = config.run.reproducible == "plan"
+    weights = _weights(plan, topology, mine, own, count, layers, ranks, hides, fixed)
     if weights:
         found["dp"] = weights
     if plan.tp > 1:
@@ -353,6 +383,7 @@ def _weights(
     layers: int,
     ranks: tuple[int, ...],
     hides: bool,
+    fixed: bool,
 ) -> float:
     """Gradients and weights of the data axis, those of experts among them."""
     moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
@@ -360,19 +391,36 @@ def _weights(
         for name, nbytes in mine.along.get(axis, {}).items():
             moved[name] = moved.get(name, 0.0) + nbytes
     times = count if plan.zero == 3 and plan.pp == 1 else 1
+    rounds = count if fixed else 1  # gradients travel once a micro-batch
 
     def seconds(name: str, calls: int) -> float:
         return calls * topology.collective_seconds(name, moved[name] / calls, ranks) if moved[name] else 0.0
 
-    reduce = seconds("reduce_scatter", layers) + seconds("all_reduce", layers)
+    reduce = seconds("reduce_scatter", layers * rounds) + seconds("all_reduce", layers * rounds)
     gather = seconds("all_gather", layers * (2 * times if plan.zero == 3 else 1))
     if not hides:
         return reduce + gather
     forward, backward = own.parts[0], own.parts[1] + own.parts[2]
-    under_reduce = backward  # of the last micro-batch
+    under_reduce = rounds * backward  # of the last micro-batch, or of each
     under_gather = times * (forward + backward) if plan.zero == 3 else forward
-    ends = (reduce + gather / (2 * times if plan.zero == 3 else 1)) / layers  # the last unit's, and the first one's
+    if plan.unsharded:
+        under_gather = 0.0  # the one before it is still read
+    ends = (
+        reduce / rounds + gather / (2 * times if plan.zero == 3 else 1)
+    ) / layers  # the last unit's, the first one's
     return ends + max(0.0, reduce - under_reduce) + max(0.0, gather - under_gather)
+
+
+def _unshard(config: Config, cfg: ModelConfig, topology: Topology, first: int, names: tuple[str, ...]) -> float:
+    """Seconds in which the units of a stage are gathered, one after another."""
+    plan = config.plan
+    merged, ranks = context.as_data(plan), Mesh.of(plan).peers(first, ("dp", "cp") if plan.cp > 1 else "dp")
+    found = 0.0
+    for run in memory.runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, names):
+        if run.shares(plan.zero):
+            nbytes = run.numel * (run.ways - 1) / run.ways * ITEMSIZE[config.train.precision]
+            found += topology.collective_seconds("all_gather", nbytes, ranks)
+    return found
 
 
 def _tensor(
@@ -383,7 +431,7 @@ def _tensor(
     count, sequences = micro_batching(config, plan)
     link = topology.link(Mesh.of(plan).peers(first, "tp"))
     length = math.ceil(config.data.sequence_length / plan.cp)
-    plain = tensor_seconds(cfg, plan, [sequences] * count, length, itemsize, link) / plan.pp
+    plain = count * tensor_seconds(cfg, plan, [sequences], length, itemsize, link, names)
     if plan.overlap not in ("auto", "fused"):
         return plain
     better, rows = 0.0, sequences * length

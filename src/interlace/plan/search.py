@@ -1,9 +1,10 @@
 """The layouts of a run on so many GPUs, the quickest first, and why the others are left out: arithmetic, no torch.
 
 Every mesh that the model and the batch allow is tried, with the schedules of pipelines and micro-batches by powers of
-two.  Of ZeRO 1 to 3 and the policies of recompute the first that fits counts, since each costs more time than the one
-before: no recompute with ZeRO 1, 2, 3, then selective, then full.  `fit` refuses what does not divide, `memory` what
-does not fit, `cost` prices the rest: all of them by formulae, the best ones again with their pipeline's table.
+two; what could run and is left out all the same, `_unwise` says.  Of ZeRO 1 to 3 and the policies of recompute the
+first that fits counts, since each costs more time than the one before: no recompute with ZeRO 1, 2, 3, then selective,
+then full.  `fit` refuses what does not divide, `memory` what does not fit, `cost` prices the rest: all of them by
+formulae, the best ones again with their pipeline's table.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from interlace.config import Config, ParallelPlan
+from interlace.errors import PlanError
 from interlace.plan.cost import Cost, price
 from interlace.plan.fit import RECOMPUTE, meshes_of, refused
 from interlace.plan.memory import Memory, estimate, gib
-from interlace.schedule import FORMS
+from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
+from interlace.schedule import FORMS, read_csv
 from interlace.topology import Topology
 
 AXES = ("dp", "shard", "tp", "cp", "ep", "pp")
@@ -43,11 +46,12 @@ class Refusal:
     reason: str
     count: int
     example: ParallelPlan
+    lacks_memory: bool = False
 
 
 @dataclass(frozen=True)
 class Found:
-    """`choices`: the best of every mesh, the quickest first.  tried: layouts looked at."""
+    """`choices`: the best of every mesh, the quickest first.  tried: layouts looked at, ZeRO and recompute aside."""
 
     choices: tuple[Choice, ...]
     refusals: tuple[Refusal, ...]
@@ -65,7 +69,8 @@ def search(
     """Of `config` on `world` GPUs of `topology`.
 
     memory_bytes: of a GPU; the topology's, less what is reserved, when None.  held: keys of the plan that stay as
-    `config.plan` has them.  advance: told of (layouts looked at, all).
+    `config.plan` has them; the others are as if it did not name them.  advance: told of (layouts looked at, all).
+    Errors: PlanError when no mesh of so many GPUs has the axes that are held.
     """
     room = topology.memory_bytes - RESERVED if memory_bytes is None else memory_bytes
     cfg = config.model_config()
@@ -73,33 +78,56 @@ def search(
     known: dict[Any, Any] = {}
     reasons: dict[str, list[ParallelPlan]] = {}
     least: tuple[int, ParallelPlan] | None = None
-    tried, layouts = 0, list(_layouts(config, world, topology, held))
+    layouts = list(_layouts(config, world, held))
+    if not layouts:
+        raise PlanError(_no_mesh(config, world, held))
     for number, layout in enumerate(layouts):
         if advance is not None:
             advance(number, len(layouts))
-        for plan in _states(layout, config.plan, held):
-            tried += 1
-            if reason := refused(config, cfg, plan, world, AXES):
+        for plan in _states(layout, held):
+            reason = _unwise(config, topology, world, plan, held) or refused(config, cfg, plan, world, AXES)
+            if reason:
                 reasons.setdefault(re.sub(r"=\S+|\d+", "", reason), []).append(plan)
                 break  # no stage of ZeRO and no recompute divides what this one does not
-            memory = estimate(config, plan, places=sorted({0, min(1, plan.pp - 1), plan.pp - 1}))
+            memory = _memory(config, plan, room)
             if memory.total <= room:
                 _keep(best, Choice(plan, memory, price(config, plan, topology, False, known)))
                 break
-            reasons.setdefault("", []).append(plan)
             if least is None or memory.total < least[0]:
                 least = memory.total, plan
-    first = sorted(best.values(), key=_rank)
-    again = []
-    for choice in first[:AGAIN]:
-        memory = estimate(config, choice.plan)
-        if memory.total <= room:
-            again.append(Choice(choice.plan, memory, price(config, choice.plan, topology, True, known)))
+        else:
+            reasons.setdefault("", []).append(layout)
+    first = [replace(one, memory=estimate(config, one.plan)) for one in sorted(best.values(), key=_rank)[:AGAIN]]
+    fit = [one for one in first if one.memory.total <= room]
+    reasons.setdefault("", []).extend(one.plan for one in first if one.memory.total > room)
+    again = [replace(one, cost=price(config, one.plan, topology, known=known, complete=False)) for one in fit]
     choices: dict[tuple[int, ...], Choice] = {}
     for choice in sorted(again, key=lambda choice: choice.cost.seconds):
         plan = choice.plan
         choices.setdefault((plan.dp, plan.tp, plan.pp, plan.cp, plan.ep), choice)
-    return Found(tuple(choices.values()), tuple(_refusals(config, world, reasons, least, room)), tried)
+    told = _refusals(config, topology, world, held, reasons, least, room)
+    return Found(tuple(choices.values()), tuple(told), len(layouts))
+
+
+def _memory(config: Config, plan: ParallelPlan, room: int) -> Memory:
+    """Of the fullest rank, or of the first one found that has no room."""
+    found: list[Memory] = []
+    for place in _fullest(config, plan):
+        found.append(estimate(config, plan, places=[place]))
+        if found[-1].total > room:
+            break
+    return max(found, key=lambda memory: memory.total)
+
+
+def _fullest(config: Config, plan: ParallelPlan) -> list[int]:
+    """Places of a pipeline of which one needs most memory: both ends, the second, the first with most layers."""
+    if plan.pp <= 3:
+        return list(range(plan.pp))
+    cut = stages_of(config.model_config(), num_stages(plan), config.data.sequence_length, layers_given(plan))
+    layers = [0] * plan.pp
+    for place, units in zip(placement_of(plan), cut, strict=True):
+        layers[place] += len(units)
+    return sorted({0, 1, layers.index(max(layers[1:-1]), 1), plan.pp - 1})
 
 
 def _keep(best: dict[tuple[object, ...], Choice], choice: Choice) -> None:
@@ -117,7 +145,9 @@ def _rank(choice: Choice) -> tuple[float, int, str]:
 
 def _refusals(
     config: Config,
+    topology: Topology,
     world: int,
+    held: Collection[str],
     reasons: dict[str, list[ParallelPlan]],
     least: tuple[int, ParallelPlan] | None,
     room: int,
@@ -126,52 +156,87 @@ def _refusals(
     cfg = config.model_config()
     for key, plans in sorted(reasons.items(), key=lambda item: -len(item[1])):
         if key:
-            yield Refusal(refused(config, cfg, plans[0], world, AXES) or "", len(plans), plans[0])
+            reason = _unwise(config, topology, world, plans[0], held) or refused(config, cfg, plans[0], world, AXES)
+            yield Refusal(reason or "", len(plans), plans[0])
         elif least is not None:
-            yield Refusal(f"needs {gib(least[0])} a GPU or more, found {gib(room)}", len(plans), least[1])
+            needed = estimate(config, least[1]).total
+            yield Refusal(f"needs {gib(needed)} a GPU or more, found {gib(room)}", len(plans), least[1], True)
 
 
-def _layouts(config: Config, world: int, topology: Topology, held: Collection[str]) -> Iterator[ParallelPlan]:
-    """Meshes, schedules and micro-batches."""
-    asked, has_experts = config.plan, config.model_config().num_experts > 0
+def _unwise(config: Config, topology: Topology, world: int, plan: ParallelPlan, held: Collection[str]) -> str | None:
+    """Why a layout that could run is not looked at, unless it is asked for."""
     domain = topology.links[0].domain or world
-    for dp, tp, pp, cp, ep in meshes_of(world, AXES):
-        mesh = replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
-        if any(getattr(asked, axis) != getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep") if axis in held):
-            continue
-        if ("tp" not in held and tp > domain) or (ep > 1 and not has_experts):  # tp's transfers wait in every layer
-            continue
-        if "cp" not in held and cp > 1 and config.data.sequence_length < SLICE * 2 * cp:
-            continue
-        plain = replace(mesh, schedule="1f1b", chunks=1, layers="", unsharded=0)
-        for plan in _pipelines(plain, asked, held) if pp > 1 else [plain]:
-            for count, size in _batchings(config, dp, held):
+    if "tp" not in held and plan.tp > domain:  # its transfers wait in every layer
+        return f"splits layers over tp={plan.tp} GPUs, found {domain} that the innermost link joins"
+    length = config.data.sequence_length
+    if "cp" not in held and plan.cp > 1 and length < SLICE * 2 * plan.cp:
+        return f"splits {length} positions over cp={plan.cp}, in slices of less than {SLICE}"
+    return None
+
+
+def _layouts(config: Config, world: int, held: Collection[str]) -> Iterator[ParallelPlan]:
+    """Meshes, schedules and micro-batches."""
+    asked = ParallelPlan(**{key: getattr(config.plan, key) for key in held})
+    for dp, tp, pp, cp, ep in _meshes(config, world, held):
+        for plan in _pipelines(replace(asked, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep), held):
+            for count, size in _batchings(config, plan, held):
                 yield replace(plan, micro_batches=count, micro_batch_size=size)
 
 
-def _states(layout: ParallelPlan, asked: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
+def _meshes(config: Config, world: int, held: Collection[str]) -> Iterator[tuple[int, int, int, int, int]]:
+    """(dp, tp, pp, cp, ep), those that are held as they are; without experts, none over which they are split."""
+    asked, has_experts = config.plan, config.model_config().num_experts > 0
+    for mesh in meshes_of(world, AXES):
+        pairs = zip(("dp", "tp", "pp", "cp", "ep"), mesh, strict=True)
+        wanted = all(getattr(asked, axis) == size for axis, size in pairs if axis in held)
+        if wanted and (mesh[-1] == 1 or has_experts or "ep" in held):
+            yield mesh
+
+
+def _no_mesh(config: Config, world: int, held: Collection[str]) -> str:
+    """The sentence when no mesh has the axes that are held, with the number of GPUs that is nearest."""
+    asked = " ".join(f"{axis}={getattr(config.plan, axis)}" for axis in AXES if axis in held and axis != "shard")
+    rule = "dp x tp x pp x cp is the number of GPUs, and ep divides dp x cp"
+    for change in range(1, world + config.plan.world * config.plan.ep):
+        for near in (world - change, world + change):
+            if near > 0 and any(_meshes(config, near, held)):
+                return f'no mesh of {world} GPUs has "{asked}": {rule}; nearest is {near} GPUs'
+    return f'no mesh has "{asked}": {rule}'
+
+
+def _states(layout: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
     """Stages of ZeRO and policies of recompute, the quickest first."""
-    stages = (asked.zero,) if "zero" in held else (1, 2, 3) if layout.dp * layout.cp > 1 else (0,)
-    for policy in (asked.recompute,) if "recompute" in held else RECOMPUTE:
+    stages = (1, 2, 3) if layout.dp * layout.cp > 1 else (0,)
+    if "zero" in held or layout.unsharded:  # which ZeRO-3 alone has
+        stages = (layout.zero if "zero" in held else 3,)
+    for policy in (layout.recompute,) if "recompute" in held else RECOMPUTE:
         for zero in stages:
             yield replace(layout, zero=zero, recompute=policy)
 
 
-def _pipelines(mesh: ParallelPlan, asked: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
-    if "schedule" in held or "chunks" in held:
-        yield replace(mesh, schedule=asked.schedule, chunks=asked.chunks, layers=asked.layers)
+def _pipelines(mesh: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
+    """With every schedule and number of chunks that is not held."""
+    if mesh.pp == 1:
+        yield mesh
         return
-    for name in FORMS:
-        if name == "interleaved":
+    for name in (mesh.schedule,) if "schedule" in held else FORMS:
+        form = FORMS.get(name)
+        if "chunks" not in held and form is not None and form.chunks is None:
             yield from (replace(mesh, schedule=name, chunks=chunks) for chunks in CHUNKS)
-        elif name != "gpipe":  # 1f1b takes as long and holds less
+        elif name != "gpipe" or "schedule" in held:  # 1f1b takes as long and holds less
             yield replace(mesh, schedule=name)
 
 
-def _batchings(config: Config, dp: int, held: Collection[str]) -> list[tuple[int, int]]:
-    """(micro_batches, micro_batch_size): all sequences at once, halves, quarters, ... down to one each."""
-    asked = config.plan
-    if "micro_batches" in held or "micro_batch_size" in held or config.run.reproducible == "plan":
-        return [(asked.micro_batches, asked.micro_batch_size)]
-    least = max(1, config.train.global_batch // dp)
+def _batchings(config: Config, plan: ParallelPlan, held: Collection[str]) -> list[tuple[int, int]]:
+    """(micro_batches, micro_batch_size): all sequences at once, halves, quarters, ... down to one each.
+
+    Under `run.reproducible = "plan"` as they are, since sums follow from them, and as many as a file has.
+    """
+    if "micro_batches" in held or "micro_batch_size" in held:
+        return [(plan.micro_batches, plan.micro_batch_size)]
+    if config.run.reproducible == "plan":
+        return [(1, config.plan.micro_batch_size)]
+    if plan.pp > 1 and plan.schedule not in FORMS:
+        return [(read_csv(plan.schedule).micro_batches, 0)]
+    least = max(1, config.train.global_batch // plan.dp)
     return [(count, 0) for count in sorted({min(least, 1 << power) for power in range(least.bit_length() + 1)})]

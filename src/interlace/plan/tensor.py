@@ -244,12 +244,21 @@ def _changes(
 
 
 def seconds(
-    cfg: ModelConfig, plan: ParallelPlan, micro_batches: Sequence[int], length: int, itemsize: int, link: Link
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    micro_batches: Sequence[int],
+    length: int,
+    itemsize: int,
+    link: Link,
+    held: Collection[str] | None = None,
 ) -> float:
-    """What the axis's transfers take in a step over `link`, one after another, on the rank that sends most."""
+    """What the axis's transfers take in a step over `link`, one after another, on the rank that sends most.
+
+    held: the units of a rank; None = all.
+    """
     found, mesh = 0.0, Mesh((("tp", plan.tp),))
     for count in micro_batches:
-        for before, after, shape, size, times in _changes(cfg, plan, count * length, itemsize, units(cfg)):
+        for before, after, shape, size, times in _changes(cfg, plan, count * length, itemsize, held or units(cfg)):
             for transfer in transition(Layout.parse(before), Layout.parse(after), shape, mesh, size):
                 phases = 2 if transfer.collective == "all_reduce" else 1
                 found += times * phases * link.phase_seconds(transfer.bytes / phases)

@@ -31,7 +31,7 @@ class Table:
 def table(chosen: Ledger, everything: Sequence[Ledger] = ()) -> Table:
     """The ledger of one step, with the range of each row's mean over all steps where there are several."""
     chosen, everything = chosen.merged(MOST_LATE), [ledger.merged(MOST_LATE) for ledger in everything]
-    size, unit = _unit(chosen.seconds)
+    size, unit = scale(chosen.seconds)
     accounts = chosen.accounts
     few = len(accounts) <= MOST_RANKS
     columns = [f"rank {account.rank}" for account in accounts] if few else ["mean", "least", "most"]
@@ -71,7 +71,7 @@ def transfer_lines(chosen: Ledger) -> list[str]:
     lines = []
     for account in chosen.accounts[:MOST_RANKS]:
         if account.busy:
-            size, unit = _unit(account.busy / SECOND)
+            size, unit = scale(account.busy / SECOND)
             hidden = 100 * account.hidden / account.busy
             lines.append(
                 f"rank {account.rank}: transfers under way {account.busy / SECOND / size:.2f} {unit}, {hidden:.0f} % "
@@ -87,7 +87,7 @@ def named_lines(chosen: Ledger, kinds: Sequence[str], most: int = 5) -> list[str
         for (kind, name), ticks in account.names.items():
             if kind in kinds:
                 total[short_name(name)] += ticks
-    size, unit = _unit(chosen.seconds)
+    size, unit = scale(chosen.seconds)
     ranks = len(chosen.accounts)
     return [f"{ticks / ranks / SECOND / size:.2f} {unit}  {name}" for name, ticks in total.most_common(most)]
 
@@ -95,7 +95,7 @@ def named_lines(chosen: Ledger, kinds: Sequence[str], most: int = 5) -> list[str
 def differences(one: Ledger, other: Ledger) -> Table:
     """Two ledgers row by row: means over ranks, without the names of late ranks; the differences sum up too."""
     first, second = one.merged(), other.merged()
-    size, unit = _unit(max(one.seconds, other.seconds))
+    size, unit = scale(max(one.seconds, other.seconds))
     rows = sorted({*first.rows, *second.rows}, key=lambda row: row.order)
     whole = _span(first)
 
@@ -158,7 +158,7 @@ def _span(ledger: Ledger) -> float:
     return sum(account.span for account in ledger.accounts) / len(ledger.accounts) / SECOND
 
 
-def _unit(seconds: float) -> tuple[float, str]:
+def scale(seconds: float) -> tuple[float, str]:
     """The unit in which a time has one to four digits before the point."""
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if seconds >= 10 * size or (unit == "ms" and seconds >= 1e-3):

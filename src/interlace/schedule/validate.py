@@ -132,14 +132,11 @@ def _check_lines(table: Table) -> None:
                 is_send = action.kind in SENDS
                 line = (rank, home[stage]) if is_send else (home[stage], rank)
                 (sent if is_send else received).setdefault(line, []).append(action if is_send else action.other)
+    everything = {action for actions in sent.values() for action in actions}
     for rank, row in enumerate(table.rows):
         for action in row:
             made = send_of(action, last) if action.is_compute else None
-            if (
-                made is not None
-                and home[made.other.stage] != rank
-                and made not in sent.get((rank, home[made.other.stage]), [])
-            ):
+            if made is not None and home[made.other.stage] != rank and made not in everything:
                 raise PlanError(f"{table.at(rank, action)}: rank {rank} never runs {made}, behind {action}; add it")
     for line in sorted(sent.keys() | received.keys()):
         ours, theirs = sent.get(line, []), received.get(line, [])
@@ -161,6 +158,7 @@ def _check_zero(table: Table, rank: int) -> None:
     row = table.rows[rank]
     whole: set[int] = set()
     left = Counter(a.stage for a in row if a.kind in (B, W))
+    made: set[tuple[int, int | None]] = set()
     times: Counter[Action] = Counter()
     for action in row:
         stage = action.stage
@@ -178,9 +176,10 @@ def _check_zero(table: Table, rank: int) -> None:
             whole.remove(stage)
         elif action.kind in (B, W):
             left[stage] -= 1
+            made.add((stage, action.micro_batch))
         elif action.kind is Kind.REDUCE:
             early = action.micro_batch is None and left[stage]
-            if early or (action.micro_batch is not None and not _made(row, action)):
+            if early or (action.micro_batch is not None and (stage, action.micro_batch) not in made):
                 raise PlanError(f"{at}: rank {rank} runs {action} before all its gradients are there; move it")
     for stage in table.stages_of(rank):
         reduced = [action for action in row if action.kind is Kind.REDUCE and action.stage == stage]
@@ -191,11 +190,6 @@ def _check_zero(table: Table, rank: int) -> None:
                 f"{table.at(rank, reduced[-1])}: rank {rank} runs {' '.join(map(str, reduced))}, found "
                 f"{table.micro_batches} micro-batches; reduce once, {stage}REDUCE, or each of them in order"
             )
-
-
-def _made(row: tuple[Action, ...], reduce: Action) -> bool:
-    before = row[: row.index(reduce)]
-    return any(a.kind in (B, W) and (a.stage, a.micro_batch) == (reduce.stage, reduce.micro_batch) for a in before)
 
 
 def _check_progress(table: Table, transfers: bool) -> None:
