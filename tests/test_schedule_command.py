@@ -71,8 +71,13 @@ def test_mistakes_are_one_sentence(tmp_path: Path, words: list[str], sentence: s
 
 def test_a_table_that_cannot_run_is_refused_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "circle.csv"
-    path.write_text("0F0,0B0\n1B0,1F0\n")
-    told = run(tmp_path, str(path))
-    assert told.exit_code != 0
-    assert f"{path}" in told.stderr
+    for text, fault in [
+        ("0F0,0B0\n1B0,1F0\n", "line 2, column 1"),
+        ("0UNSHARD,0RESHARD,0REDUCE\n", "computes nothing"),
+    ]:
+        path.write_text(text)
+        told = run(tmp_path, str(path))
+        assert told.exit_code != 0
+        assert f"{path}" in told.stderr
+        assert fault in told.stderr
     assert not (tmp_path / "picture.svg").exists()

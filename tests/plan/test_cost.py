@@ -180,8 +180,9 @@ def test_keys_that_contradict_are_told_not_dropped(keys: str, told: str) -> None
 
 @pytest.mark.parametrize(
     "keys",
-    ["schedule=interleaved", "chunks=2", "pp=2 layers=5/11", "unsharded=1",
-     "pp=2 schedule=interleaved chunks=3 unsharded=2", "micro_batch_size=1", "zero=0 overlap=off", "tp=4 sequence=off", "cp=2 exchange=gather", "shard=2"],
+    ["schedule=interleaved", "chunks=2", "pp=2 layers=5/11", "unsharded=1", "shard=2",
+     "pp=2 schedule=interleaved chunks=3 unsharded=2", "micro_batch_size=1", "zero=0 overlap=off",
+     "tp=4 sequence=off", "cp=2 exchange=gather"],
 )  # fmt: skip
 def test_keys_that_are_held_stay_and_what_is_found_runs(keys: str) -> None:
     words = ("train.compile=false", "model.num_experts=4", "model.expert_ffn_size=512", "model.experts_per_token=2")

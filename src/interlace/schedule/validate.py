@@ -54,6 +54,10 @@ def _check_complete(table: Table) -> None:
     if len(set(table.placement)) != table.ranks or set(table.placement) != set(range(table.ranks)):
         empty = min(set(range(table.ranks)) - set(table.placement), default=table.ranks)
         raise PlanError(f"{table.at(empty)}: rank {empty} of {table.ranks} has no stage; give it one, or leave it out")
+    if not table.micro_batches:
+        raise PlanError(
+            f"{table.where} computes nothing; write a forward and a backward pass for each stage, as 0F0,0B0"
+        )
     count: Counter[Action] = Counter()
     for rank, row in enumerate(table.rows):
         for action in row:
