@@ -56,6 +56,7 @@ def test_a_rank_s_stages_share_its_costs_and_what_is_written_is_read(tmp_path: P
         (["1f1b", "--costs", "F=x"], '--costs has "F=x"; write F, I, W and transfer in ms'),
         (["1f1b", "--costs", "B=2"], '--costs has "B=2"'),
         (["1f1b", "--costs", "F=0"], '--costs has "F=0"'),
+        (["1f1b", "--costs", "F=1 F=2"], "--costs gives F twice"),
         (["1f1b", "--costs", "F=nan"], '--costs has "F=nan"'),
         (["1f1b", "gpipe", "--csv", "x.csv"], "write one schedule, found 1f1b, gpipe"),
         (["none.csv"], "cannot read the schedule none.csv"),

@@ -149,6 +149,7 @@ def test_the_search_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     small = search(cfg, 4, H200, memory_bytes=20 << 30)
     assert not small.choices
     assert "found 20.0 GiB" in small.refusals[0].reason
+    assert "found 0.0 KiB" in search(cfg, 4, replace(H200, memory_bytes=1 << 30)).refusals[0].reason
     seen: list[tuple[int, int]] = []
     search(configured("1.2b", "", 8), 2, H200, advance=lambda done, whole: seen.append((done, whole)))
     assert [done for done, _ in seen] == list(range(seen[0][1]))

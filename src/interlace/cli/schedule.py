@@ -127,7 +127,8 @@ def _names(names: list[str]) -> list[str]:
 def _costs(text: str) -> dict[str, float]:
     """Of every kind, 1 ms of compute and no transfer where it is not given."""
     found = {"F": 1.0, "I": 1.0, "W": 1.0, "transfer": 0.0}
-    for word in text.split():
+    words = text.split()
+    for word in words:
         name, _, number = word.partition("=")
         try:
             value = float(number)
@@ -137,6 +138,8 @@ def _costs(text: str) -> dict[str, float]:
             raise errors.ConfigError(
                 f'--costs has "{word}"; write F, I, W and transfer in ms, as in "F=1 I=1 W=1 transfer=0.05".'
             )
+        if sum(other.startswith(f"{name}=") for other in words) > 1:
+            raise errors.ConfigError(f'--costs gives {name} twice, found "{text}"; give it once.')
         found[name] = value
     return found
 

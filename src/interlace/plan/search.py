@@ -72,7 +72,7 @@ def search(
     `config.plan` has them; the others are as if it did not name them.  advance: told of (layouts looked at, all).
     Errors: PlanError when no mesh of so many GPUs has the axes that are held.
     """
-    room = topology.memory_bytes - RESERVED if memory_bytes is None else memory_bytes
+    room = max(0, topology.memory_bytes - RESERVED) if memory_bytes is None else memory_bytes
     cfg = config.model_config()
     best: dict[tuple[object, ...], Choice] = {}
     known: dict[Any, Any] = {}
