@@ -144,6 +144,7 @@ def test_the_search_ranks_what_fits_and_says_why_the_rest_does_not() -> None:
     assert all(c.plan.world == 4 and c.memory.total < H200.memory_bytes for c in found.choices)
     assert any("train.compile=true" in refusal.reason for refusal in found.refusals)
     assert sum(refusal.count for refusal in found.refusals) < found.tried
+    assert all(refusal.count for refusal in found.refusals)
     held = search(configured("8b", "tp=2 zero=3", 16, 8192), 4, H200, held={"tp", "zero"})
     assert {(c.plan.tp, c.plan.zero) for c in held.choices} == {(2, 3)}
     small = search(cfg, 4, H200, memory_bytes=20 << 30)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 
 import runs
+from interlace.cli.report import print_table
 from interlace.events import Event, read_chrome, write_chrome, write_jsonl
 from interlace.report.ledger import SECOND, Ledger, Row, ledgers
 from interlace.report.source import Source
-from interlace.report.table import differences, table
+from interlace.report.table import Table, differences, table
 from test_cli import interlace, sentence
 from traces import GEMM, collective, kernel, ranked, trace
 
@@ -306,3 +309,32 @@ def test_differences_are_of_rows_in_common() -> None:
 
 def test_help_names_the_command() -> None:
     assert "report" in interlace("--help").output
+
+
+def test_a_table_is_never_cut_and_goes_without_spare_columns_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = Table(("layout", "seconds", "share", "notes"), (("dp=8 zero=1", "1381.00", "57.9 %", "n" * 300),), 0)
+    print_table(shown, (3, 2))
+    assert "n" * 300 in capsys.readouterr().out  # no terminal: whole, however wide
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for columns, there, gone in [
+        (400, ["notes", "share"], []),
+        (60, ["share"], ["notes"]),
+        (25, [], ["notes", "share"]),
+    ]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        print_table(shown, (3, 2))
+        told = capsys.readouterr().out
+        assert all(word in told for word in ["dp=8 zero=1", "1381.00", *there])
+        assert not any(word in told for word in [*gone, "…"])
+
+
+def test_a_reader_that_left_ends_a_table_as_it_ends_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, words: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with pytest.raises(BrokenPipeError):  # which `guarded` takes for no failure
+        print_table(Table(("a",), (("b",),), 0))

@@ -124,7 +124,7 @@ def _print(cfg: Config, found: Found, topology: Topology, gpus: int, top: int) -
         parts = tuple(f"{seconds / size:.{digits}f}" for seconds in (cost.compute, cost.optimizer, cost.bubble))
         lines.append((str(choice.plan), *figures, gib(choice.memory.total), *parts, exposed, f"{slower:.1f}"))
     if lines:
-        print_table(Table(heads, tuple(lines), 0))
+        print_table(Table(heads, tuple(lines), 0), (6, 7, 5, 3, 8, 2, 9))
     for refusal in found.refusals[:6]:
         print(f'left out, {refusal.count}: {refusal.reason}, such as "{refusal.example}"')
 

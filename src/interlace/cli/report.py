@@ -99,21 +99,32 @@ def _print_report(title: str, summary: str, chosen: Ledger, everything: Sequence
         print(f"note: {note}")
 
 
-def print_table(shown: Table) -> None:
+def print_table(shown: Table, spare: Sequence[int] = ()) -> None:
+    """Nothing in a cell is cut.  spare: columns that go, one after another, where a terminal is too narrow for all."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as Drawn
 
-    drawn = Drawn(box=SIMPLE_HEAD, pad_edge=False)
-    for number, head in enumerate(shown.heads):
-        drawn.add_column(head, justify="left" if number == 0 else "right", no_wrap=True)
-    for number, line in enumerate(shown.lines):
-        last = number == len(shown.lines) - shown.sums - 1
-        drawn.add_row(*line, end_section=last)
+    widths = [max(map(len, column)) for column in zip(shown.heads, *shown.lines, strict=True)]
+    kept = list(range(len(widths)))
+
+    def width() -> int:
+        return sum(widths[number] + 3 for number in kept) - 1
+
     console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = 200
-    console.print(drawn)
+    for number in spare if console.is_terminal else ():
+        if width() > console.width:
+            kept.remove(number)
+    console.width = max(console.width, width())
+    drawn = Drawn(box=SIMPLE_HEAD, pad_edge=False)
+    for number in kept:
+        drawn.add_column(shown.heads[number], justify="left" if number == 0 else "right", no_wrap=True)
+    for place, line in enumerate(shown.lines):
+        last = place == len(shown.lines) - shown.sums - 1
+        drawn.add_row(*(line[number] for number in kept), end_section=last)
+    with console.capture() as text:  # a pipe that is closed is for whoever runs the command
+        console.print(drawn)
+    print(text.get(), end="")
 
 
 def write(place: Path, words: str, option: str = "--out FILE") -> None:

@@ -99,7 +99,10 @@ def search(
             reasons.setdefault("", []).append(layout)
     first = [replace(one, memory=estimate(config, one.plan)) for one in sorted(best.values(), key=_rank)[:AGAIN]]
     fit = [one for one in first if one.memory.total <= room]
-    reasons.setdefault("", []).extend(one.plan for one in first if one.memory.total > room)
+    for one in first:
+        if one.memory.total > room:
+            reasons.setdefault("", []).append(one.plan)
+            least = min(least or (one.memory.total, one.plan), (one.memory.total, one.plan), key=lambda pair: pair[0])
     again = [replace(one, cost=price(config, one.plan, topology, known=known, complete=False)) for one in fit]
     choices: dict[tuple[int, ...], Choice] = {}
     for choice in sorted(again, key=lambda choice: choice.cost.seconds):
