@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -111,20 +112,22 @@ def print_table(shown: Table, spare: Sequence[int] = ()) -> None:
     def width() -> int:
         return sum(widths[number] + 3 for number in kept) - 1
 
-    console = Console(file=sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    for number in spare if console.is_terminal else ():
-        if width() > console.width:
+    place = Console(file=sys.stdout)
+    for number in spare if place.is_terminal else ():
+        if width() > place.width:
             kept.remove(number)
-    console.width = max(console.width, width())
     drawn = Drawn(box=SIMPLE_HEAD, pad_edge=False)
     for number in kept:
         drawn.add_column(shown.heads[number], justify="left" if number == 0 else "right", no_wrap=True)
-    for place, line in enumerate(shown.lines):
-        last = place == len(shown.lines) - shown.sums - 1
+    for count, line in enumerate(shown.lines, 1):
+        last = count == len(shown.lines) - shown.sums
         drawn.add_row(*(line[number] for number in kept), end_section=last)
-    with console.capture() as text:  # a pipe that is closed is for whoever runs the command
-        console.print(drawn)
-    print(text.get(), end="")
+    text = io.StringIO()  # rich would end the process at a closed pipe
+    wide = max(place.width, width())
+    Console(
+        file=text, width=wide, force_terminal=place.is_terminal, highlight=False, markup=False, soft_wrap=True
+    ).print(drawn)
+    print(text.getvalue(), end="")
 
 
 def write(place: Path, words: str, option: str = "--out FILE") -> None:
