@@ -7,6 +7,7 @@ checks of what has the same type already.  Here they are looked up; whatever is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,23 +16,26 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.symmetric.recorded import Recorded
+
 Patches = list[tuple[Any, str, Any]]  # owner, name, what takes its place
 
 tensor, semantic, constexpr = tl.core.tensor, interpreter.TritonSemantic, tl.core.constexpr
 
 
 def take() -> Any:
-    """Puts the shortcuts in place; the result's `restore()` takes them away.
-
-    They are there once: what they look up is compared by identity, and two sets of it would not be alike.
-    """
+    """Puts the shortcuts in place; the result's `restore()` takes them away."""
     scope = interpreter._LangPatchScope()
-    if hasattr(tl.core.block_type.__init__, "is_shortcut"):
-        return scope
-    constants, constant = _constants()
-    for owner, name, member in (*_types(), *constants, *_arithmetic(constant), *_calls()):
-        scope.set_attr(owner, name, member)
+    for owner, name, member in _patches():
+        if getattr(owner, name) is not member:
+            scope.set_attr(owner, name, member)
     return scope
+
+
+@functools.cache
+def _patches() -> Patches:
+    """One set for the whole process: what it has seen, it need not look at again."""
+    return [*_types(), *_calls(Recorded(interpreter.interpreter_builder))]
 
 
 def operations() -> dict[str, Callable[..., Any]]:
@@ -132,21 +136,35 @@ def element_sizes() -> Callable[[Any], int]:
     return size_of
 
 
-def scalars_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
-    """`range(n)` over a number of the kernel: the interpreter's own way ends with NumPy 2.4, and warns before it."""
+def _looks(patch: Callable[..., None], builtins: Recorded) -> Callable[..., None]:
+    """Where a number of the kernel decides something: `if`, `while`, `range(n)`.
+
+    (Of the last the interpreter's own way ends with NumPy 2.4, and warns before it.)
+    """
+
+    def is_true(self: Any) -> bool:
+        data = self.handle.data
+        if data.size != 1:  # of a block, only that there is one
+            return True
+        builtins.looks += 1
+        return bool(data)
+
+    def index(self: Any) -> int:
+        builtins.looks += 1
+        return int(self.handle.data.item())
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.set_attr(tensor, "__index__", index)
+        scope.set_attr(tensor, "__bool__", is_true)
 
     return patched
 
 
 def _types() -> Patches:
-    """Types of values and blocks, made once for each shape and element."""
-    kinds, blocks = dict[Any, Any](), dict[Any, Any]()
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {(): (constexpr(1), tl.core.tuple([]))}
-    np_dtype, make_block, address = interpreter._get_np_dtype, tl.core.block_type.__init__, np.dtype(np.uint64)
+    """What a value's type tells of it, made once for each; handles without a check of what the builder has made."""
+    kinds, facts = dict[Any, Any](), dict[Any, Any]()
+    np_dtype, address = interpreter._get_np_dtype, np.dtype(np.uint64)
 
     def cached_np_dtype(kind: Any) -> Any:
         if isinstance(kind, tl.block_type):
@@ -158,40 +176,41 @@ def _types() -> Patches:
             found = kinds[kind] = np_dtype(kind)
         return found
 
-    def initialise(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type = handle, kind
-        block = kind.is_block()
-        key = tuple([int(n) for n in kind.shape]) if block else ()
-        found = shapes.get(key)
+    def facts_of(kind: Any) -> tuple[Any, Any, Any, int]:
+        """(number of elements, their shape, type of one, a number that equal types share)."""
+        element, sizes = kind.scalar, tuple([int(n) for n in kind.shape]) if kind.is_block() else ()
+        key = (type(element), element.name, getattr(element, "address_space", None), sizes)
+        found = facts.get(key)
         if found is None:
-            found = (constexpr(math.prod(key)), tl.core.tuple([constexpr(n) for n in key]))
-            shapes[key] = found
-        self.numel, self.shape = found
-        self.dtype = kind.element_ty if block else kind
+            shape = tl.core.tuple([constexpr(n) for n in sizes])
+            found = facts[key] = (constexpr(math.prod(sizes)), shape, element, len(facts))
+        kind._facts = found
+        return found  # type: ignore[no-any-return]
 
-    def initialise_block(self: Any, element: Any, shape: Any) -> None:
-        values = shape.values if type(shape) is tl.core.tuple else shape
-        key = (element.name, *[n.value if type(n) is constexpr else n for n in values])
-        found = blocks.get(key)
-        if found is None:
-            make_block(self, element, shape)
-            found = blocks[key] = (self.shape, self.numel, self.name)
-        self.element_ty = element
-        self.shape, self.numel, self.name = found
+    def initialise(self: Any, made: Any, kind: Any) -> None:
+        self.handle, self.type = made, kind
+        try:
+            self.numel, self.shape, self.dtype, self.key = kind._facts
+        except AttributeError:
+            self.numel, self.shape, self.dtype, self.key = facts_of(kind)
 
-    initialise_block.is_shortcut = True  # type: ignore[attr-defined]
+    def initialise_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     return [
         (interpreter, "_get_np_dtype", cached_np_dtype),
         (tensor, "__init__", initialise),
-        (tl.core.block_type, "__init__", initialise_block),
-        (interpreter.TensorHandle, "__post_init__", lambda handle: None),
+        (interpreter.TensorHandle, "__init__", initialise_handle),
     ]
 
 
-def _constants() -> tuple[Patches, Callable[..., Any]]:
-    """Python's numbers as values, made once for each; and how the others ask for one."""
-    numbers = dict[Any, Any]()
-    make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
+def _calls(builtins: Recorded) -> Patches:
+    """How a builtin is called; Python's whole numbers as values, made once for each."""
+    unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.core.tuple)
+    numbers, make_tensor = dict[int, Any](), semantic.to_tensor
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
+        changes.set_attr(owner, name, builtins.wrapped(getattr(member, "__wrapped__", member), name))
 
     def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
         if type(value) is tensor:
@@ -200,95 +219,8 @@ def _constants() -> tuple[Patches, Callable[..., Any]]:
             return make_tensor(self, value, check_type)
         found = numbers.get(value)
         if found is None:
-            found = numbers[value] = make_tensor(self, value)
+            found = numbers[value] = builtins.keep(make_tensor(self, value))
         return found
-
-    def constant(self: Any, value: Any, dtype: Any) -> Any:
-        key = (value, type(value), dtype)
-        found = numbers.get(key)
-        if found is None:
-            found = numbers[key] = make_constant(self, value, dtype)
-        return found
-
-    return [(semantic, "to_tensor", to_tensor), (semantic, "scalar_constant", constant)], constant
-
-
-def _is_whole(kind: Any) -> bool:
-    return kind is tl.int32 or kind is tl.int64
-
-
-def _is_usual(kind: Any) -> bool:
-    return kind is tl.int32 or kind is tl.int64 or kind is tl.float32
-
-
-def _spread(scalar: Any, block: Any) -> Any:
-    data = np.full(block.handle.data.shape, scalar.handle.data, dtype=scalar.handle.data.dtype)
-    return tensor(interpreter.TensorHandle(data, scalar.dtype), block.type)
-
-
-def _arithmetic(constant: Callable[..., Any]) -> Patches:
-    """Two operands that fit each other already, or nearly; casts to the same type."""
-    check_types, convert = semantic.binary_op_type_checking_impl, semantic.cast
-    make_alike, add = semantic.broadcast_impl_value, semantic.add
-
-    def checked(self: Any, left: Any, right: Any, *flags: Any, **options: Any) -> Any:
-        """Numbers of one usual type, some of them Python's, of one shape or one of them a scalar."""
-        if type(left) is int and type(right) is tensor and _is_whole(right.dtype):
-            left = constant(self, left, right.dtype) if abs(left) < 1 << 31 else left
-        elif type(right) is int and type(left) is tensor and _is_whole(left.dtype):
-            right = constant(self, right, left.dtype) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor and left.dtype is right.dtype and _is_usual(left.dtype):
-            if left.shape is right.shape:
-                return left, right
-            if not left.shape.values:
-                return _spread(left, right), right
-            if not right.shape.values:
-                return left, _spread(right, left)
-        return check_types(self, left, right, *flags, **options)
-
-    def cast(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
-        return value if value.dtype is kind else convert(self, value, kind, rounding)
-
-    def broadcast(self: Any, left: Any, right: Any) -> Any:
-        return (left, right) if left.shape is right.shape else make_alike(self, left, right)
-
-    def added(self: Any, left: Any, right: Any, sanitize_overflow: bool) -> Any:
-        """A pointer, or pointers, and offsets; the usual numbers of one shape."""
-        if type(right) is int and type(left) is tensor and left.dtype is not tl.int1:
-            right = constant(self, right, tl.int32) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor:
-            if left.shape is right.shape:
-                if left.dtype is right.dtype and _is_usual(left.dtype):
-                    made = self.builder.create_add if left.dtype is not tl.float32 else self.builder.create_fadd
-                    return tensor(made(left.handle, right.handle), left.type)
-                if _is_whole(right.dtype) and left.dtype.is_ptr():
-                    return tensor(self.builder.create_addptr(left.handle, right.handle), left.type)
-            elif _is_whole(right.dtype) and not left.shape.values and left.dtype.is_ptr():
-                made = self.builder.create_addptr(left.handle, right.handle)
-                return tensor(made, tl.core.block_type(left.dtype, right.shape))
-        return add(self, left, right, sanitize_overflow)
-
-    return [
-        (semantic, "binary_op_type_checking_impl", checked),
-        (semantic, "broadcast_impl_value", broadcast),
-        (semantic, "add", added),
-        (semantic, "cast", cast),
-    ]
-
-
-def _calls() -> Patches:
-    """How a builtin is called, and what it does to its arguments first."""
-    unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.core.tuple)
-
-    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
-        """A builtin that is given the interpreter's semantics, without a wrapper around a wrapper."""
-        raw = getattr(member, "__wrapped__", member)
-
-        def call(*args: Any, **options: Any) -> Any:
-            options["_semantic"] = interpreter.interpreter_semantic
-            return raw(*args, **options)
-
-        changes.set_attr(owner, name, call)
 
     def unwrapped(value: Any) -> Any:
         kind = type(value)
@@ -298,6 +230,7 @@ def _calls() -> Patches:
 
     return [
         (interpreter, "_patch_attr", patch),
-        (interpreter, "_patch_lang_tensor", scalars_as_bounds(interpreter._patch_lang_tensor)),
+        (interpreter, "_patch_lang_tensor", _looks(interpreter._patch_lang_tensor, builtins)),
+        (semantic, "to_tensor", to_tensor),
         (tl.core, "_unwrap_if_constexpr", unwrapped),
     ]
