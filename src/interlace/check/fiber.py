@@ -22,7 +22,7 @@ class Strategy(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Seen:
     """What a fiber saw of another's signal: whether it learned from it, and the two events."""
 
@@ -32,7 +32,7 @@ class Seen:
     signal: Signal
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Poll:
     """The reads a sleeping fiber repeats."""
 
@@ -85,7 +85,7 @@ class Stream:
     items: collections.deque[Item] = field(default_factory=collections.deque)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Fiber:
     number: int
     rank: int

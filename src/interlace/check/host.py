@@ -269,9 +269,10 @@ class Host(Fabric):
     def _write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:
         number = self._number(value)
 
-        def do() -> None:
+        def do() -> _Data:
             with self.machine.undisturbed():
                 flag.fill_(number)
+            return _Data(np.array([number]))
 
         self.machine.atomic(self._word(flag, True, "release", "flag write"), do)
 

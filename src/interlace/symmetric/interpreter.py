@@ -155,18 +155,19 @@ def before_launch(act: Callable[[], None]) -> Iterator[None]:
 # --- for the checker -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Access:
-    """A load or store of a block: addresses of the elements whose mask is set, bytes of one."""
+    """A load or store of a block: addresses of the elements whose mask is set, bytes of one, type of the pointers."""
 
     addresses: Any  # uint64, flat
     size: int
     write: bool
+    kind: Any
     volatile: bool = False
     proxy: bool = False  # by a descriptor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Atomic:
     """An atomic on one or several words.  `changes` is False where it cannot change any, as an addition of 0."""
 
@@ -276,9 +277,12 @@ def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options:
 
 
 def _flat(pointers: Any, mask: Any) -> Any:
+    """Addresses of the elements whose mask is set."""
     data = pointers.data
     chosen = np.asarray(mask.data, dtype=bool)
-    return data.ravel() if chosen.all() else data[np.broadcast_to(chosen, data.shape)].ravel()
+    if b"\0" in chosen.tobytes():
+        data = data[np.broadcast_to(chosen, data.shape)]
+    return data.ravel()
 
 
 @functools.cache
@@ -296,23 +300,27 @@ COMPARED |= {f"fcmp{name}": "" for name in ("OLT", "OLE", "OGT", "OGE", "OEQ", "
 
 def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     """What takes the place of the builder's operations."""
-    kind = interpreter.InterpreterBuilder
+    kind, quick = interpreter.InterpreterBuilder, shortcuts.operations()
     builder, size_of = interpreter.interpreter_builder, shortcuts.element_sizes()
     descriptor = [False]  # set only between a descriptor operation and the load or store it makes
 
-    def load(pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool) -> Any:
+    def load(pointers: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        cache, eviction, volatile = cache_modifier, eviction_policy, is_volatile
         uncached = volatile or _word(cache) == "cv"
-        what = Access(_flat(pointers, mask), size_of(pointers.dtype), False, uncached, proxy)
-        return watcher.access(
-            what, lambda: kind.create_masked_load(builder, pointers, mask, other, cache, eviction, volatile)
-        )
+        addresses = pointers.data.ravel() if mask is None else _flat(pointers, mask)
+        what = Access(addresses, size_of(pointers.dtype), False, pointers.dtype.name, uncached, proxy)
+        return watcher.access(what, lambda: shortcuts.load(pointers, mask, other))
+
+    def masked_load(
+        pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
+    ) -> Any:
+        return load(pointers, mask, other, cache_modifier, eviction_policy, is_volatile)
 
     def store(pointers: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        what = Access(_flat(pointers, mask), size_of(pointers.dtype), True, False, proxy)
-        return watcher.access(what, lambda: kind.create_masked_store(builder, pointers, value, mask, cache, eviction))
+        addresses = pointers.data.ravel() if mask is None else _flat(pointers, mask)
+        what = Access(addresses, size_of(pointers.dtype), True, pointers.dtype.name, False, proxy)
+        return watcher.access(what, lambda: shortcuts.store(pointers, value, mask))
 
     def descriptor_load(*args: Any) -> Any:
         descriptor[0] = True
@@ -324,7 +332,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
 
     def rmw(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         word = _word(operation)
-        changes = word == "xchg" or word == "and" or bool(np.any(value.data))
+        changes = word == "xchg" or word == "and" or bool(value.data.any())
         what = Atomic(_flat(pointers, mask), size_of(pointers.dtype), _word(sem), _word(scope), changes, word)
         return watcher.atomic(
             what, lambda: kind.create_atomic_rmw(builder, operation, pointers, value, mask, sem, scope)
@@ -337,16 +345,16 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         return watcher.atomic(what, lambda: kind.create_atomic_cas(builder, pointers, old, new, sem, scope))
 
     def compare(name: str, how: str) -> Callable[..., Any]:
-        original = getattr(kind, name)
+        original = quick[name]
 
         def compared(left: Any, right: Any) -> Any:
             watcher.compared(left, right, how)
-            return original(builder, left, right)
+            return original(left, right)
 
         return compared
 
     def subtract(left: Any, right: Any) -> Any:
-        made = kind.create_sub(builder, left, right)
+        made = quick["create_sub"](left, right)
         watcher.compared(left, right, "-")
         return made
 
@@ -359,10 +367,10 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         return 0
 
     return {
-        "create_masked_load": load,
+        "create_masked_load": masked_load,
         "create_masked_store": store,
-        "create_load": lambda p, cache, eviction, volatile: load(p, _every(p), None, cache, eviction, volatile),
-        "create_store": lambda p, value, cache, eviction: store(p, value, _every(p), cache, eviction),
+        "create_load": lambda p, cache, eviction, volatile: load(p, None, None, cache, eviction, volatile),
+        "create_store": lambda p, value, cache, eviction: store(p, value, None, cache, eviction),
         "create_descriptor_load": descriptor_load,
         "create_descriptor_store": descriptor_store,
         "create_atomic_rmw": rmw,
@@ -400,7 +408,7 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
     scope = interpreter._patch_lang(_everywhere())
     try:
         vars(builder).update(
-            _watching(watcher), **shortcuts.operations(), options=replace(options, sanitize_overflow=False)
+            {**shortcuts.operations(), **_watching(watcher)}, options=replace(options, sanitize_overflow=False)
         )
         for each in classes:
             each.run, each.__call__ = run, call

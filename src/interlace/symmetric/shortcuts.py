@@ -38,25 +38,70 @@ def _patches() -> Patches:
     return [*_types(), *_calls(Recorded(interpreter.interpreter_builder))]
 
 
+BINARY = {  # the builder's operations that are one of NumPy's on two values
+    **{name: np.add for name in ("add", "fadd")},
+    **{name: np.subtract for name in ("sub", "fsub")},
+    **{name: np.multiply for name in ("mul", "fmul")},
+    **{name: np.fmod for name in ("srem", "urem", "frem")},
+    **{name: np.minimum for name in ("minsi", "minui", "minimumf", "minnumf")},
+    **{name: np.maximum for name in ("maxsi", "maxui", "maximumf", "maxnumf")},
+    **{name: np.less for name in ("icmpSLT", "icmpULT", "fcmpOLT", "fcmpULT")},
+    **{name: np.less_equal for name in ("icmpSLE", "icmpULE", "fcmpOLE", "fcmpULE")},
+    **{name: np.greater for name in ("icmpSGT", "icmpUGT", "fcmpOGT", "fcmpUGT")},
+    **{name: np.greater_equal for name in ("icmpSGE", "icmpUGE", "fcmpOGE", "fcmpUGE")},
+    **{name: np.equal for name in ("icmpEQ", "fcmpOEQ", "fcmpUEQ")},
+    **{name: np.not_equal for name in ("icmpNE", "fcmpONE", "fcmpUNE")},
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
 def operations() -> dict[str, Callable[..., Any]]:
     """Of the builder: pointers and offsets, and products, sums .. of numbers of one size."""
-    builder, binary_op = interpreter.interpreter_builder, interpreter.InterpreterBuilder.binary_op
     handle, unsigned, size_of = interpreter.TensorHandle, np.dtype(np.uint64), element_sizes()
 
     def create_addptr(pointers: Any, offset: Any) -> Any:
         kind = pointers.dtype
         return handle(pointers.data + size_of(kind) * offset.data.astype(unsigned), kind)
 
-    def quick_binary_op(left: Any, right: Any, operation: Any) -> Any:
-        kind = left.dtype.scalar
-        if kind is tl.bfloat16:
-            return as_bfloat16(operation(as_float32(left), as_float32(right)))
-        made = operation(left.data, right.data)
-        if made.dtype is left.data.dtype:  # no wider than what it was made of
-            return handle(made, kind)
-        return binary_op(builder, left, right, operation)
+    def binary(operation: Any) -> Callable[..., Any]:
+        return lambda left, right: binary_op(left, right, operation)
 
-    return {"create_addptr": create_addptr, "binary_op": quick_binary_op, **bfloat16_operations()}
+    made = {f"create_{name}": binary(operation) for name, operation in BINARY.items()}
+    return {**made, "create_addptr": create_addptr, "binary_op": binary_op, **bfloat16_operations()}
+
+
+def binary_op(left: Any, right: Any, operation: Any) -> Any:
+    kind, data = left.dtype.scalar, left.data
+    if kind is tl.bfloat16:
+        return as_bfloat16(operation(as_float32(left), as_float32(right)))
+    made = operation(data, right.data)
+    if made.itemsize > data.itemsize and not isinstance(kind, tl.pointer_type):  # wider than what it was made of
+        made = made.astype(interpreter._get_np_dtype(kind))
+    return interpreter.TensorHandle(made, kind)
+
+
+@functools.cache
+def _blank(shape: tuple[int, ...], kind: Any, value: int) -> Any:
+    """An array that nobody writes to."""
+    made = np.full(shape, value, kind)
+    made.flags.writeable = False
+    return made
+
+
+def load(pointers: Any, mask: Any, other: Any) -> Any:
+    """What a masked load of the builder gives, or one without a mask; no cache and no order."""
+    data, element = pointers.data, pointers.get_element_ty()
+    kind = interpreter._get_np_dtype(element)
+    chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
+    instead = _blank(data.shape, kind, 0) if other is None else other.data
+    return interpreter.TensorHandle(interpreter._interpreter.load(data, chosen, instead, kind), element)
+
+
+def store(pointers: Any, value: Any, mask: Any) -> None:
+    data = pointers.data
+    interpreter._interpreter.store(data, value.data, _blank(data.shape, bool, 1) if mask is None else mask.data)
 
 
 # Triton's interpreter keeps the 16 bits of a bfloat16 and calculates with them as with an integer.
