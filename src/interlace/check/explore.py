@@ -11,6 +11,7 @@ function runs between processes and on GPUs.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import math
@@ -27,8 +28,8 @@ import numpy as np
 import torch
 
 from interlace.check.fiber import Strategy
-from interlace.check.host import Host
-from interlace.check.machine import Grow, Machine, Operations
+from interlace.check.host import Host, Operations
+from interlace.check.machine import Grow, Machine
 from interlace.check.memory import Found
 from interlace.check.place import DEVICE, OWN
 from interlace.check.report import Report, Step, explain
@@ -114,7 +115,7 @@ class Explorer:
     @contextlib.contextmanager
     def open(self) -> Iterator[Explorer]:
         """Kernels and torch operations inside go to the schedule that runs."""
-        with warnings.catch_warnings(), watched(self.told, {}), Operations(self.told.operation), _given_heaps():
+        with warnings.catch_warnings(), watched(self.told, {}), _given_heaps(), _frozen():
             warnings.simplefilter("ignore")
             yield self
 
@@ -146,8 +147,9 @@ class Explorer:
         size = settings.ranks
         arenas = self._arenas(size)
         machine = Machine(
-            size, settings.strategy, arenas, self.capacity, settings.resident, settings.stop, self.barriers
-        )
+            size, settings.strategy, arenas, self.capacity, settings.resident, settings.stop, self.barriers,
+            Operations(self.told.operation),
+        )  # fmt: skip
         hosts = machine.hosts = [Host(machine, rank, settings.origin) for rank in range(size)]
         checks: dict[int, Callable[[], object]] = {}
         heaps: dict[int, SymmetricHeap] = {}
@@ -158,8 +160,7 @@ class Explorer:
                 body = self._body(host, checks, heaps)
                 host.fiber = machine.start(host.rank, "host", "host", body, nothing)
             machine.run()
-            with machine.undisturbed():
-                self._after(machine, heaps, checks)
+            self._after(machine, heaps, checks)
         except Found as found:
             return self._say(machine, explain(machine, found), settings)
         finally:
@@ -228,6 +229,19 @@ class Explorer:
 
 
 @contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Inside, garbage is looked for only among what has come since; a look at all there is takes as long as schedules."""
+    if gc.get_freeze_count():  # somebody's own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
 def _given_heaps() -> Iterator[None]:
     """Inside, a launch makes no heap of its own: that would be a world of one, in which everything seems right."""
 
@@ -273,12 +287,11 @@ class _Told:
         if fiber is not None and fiber.kind == "host":
             raise ConfigError(f"{name}(...) has no grid, so it launches nothing; write {name}[(programs,)](...).")
 
-    def operation(self, mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        machine: Machine | None = getattr(self, "_machine", None)
-        fiber = machine.current if machine is not None else None
-        if machine is None or machine.internal or fiber is None or fiber.kind != "host":
+    def operation(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        fiber = self._machine.current
+        if fiber is None:  # it is being ended
             return function(*args, **kwargs)
-        return machine.hosts[fiber.rank].operation(mode, function, args, kwargs)
+        return self._machine.hosts[fiber.rank].operation(name, function, args, kwargs)
 
 
 def explore(

@@ -95,6 +95,8 @@ class Fiber:
     item: Item | None
     knows: Knowledge
     run: Any = None
+    index: tuple[int, int, int] = (0, 0, 0)  # of a program in its grid
+    modes: list[Any] = field(default_factory=list)  # of torch functions, while it stands
     asleep: bool = False
     polls: list[Poll] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)  # what it has read since it last wrote
