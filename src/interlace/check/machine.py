@@ -215,7 +215,7 @@ class Machine(Watch):
             self.chosen = None
             self.enter(fiber)
             self.go(fiber, fiber.run.switch)
-            fiber = self.current  # others may have run since
+            fiber = self.current or fiber  # others may have run since
             if fiber.run.dead:
                 if fiber in self.ready:
                     self.ready.remove(fiber)

@@ -188,21 +188,29 @@ class Shadow:
 
     def note_read(self, at: Indices | int, component: int, time: int, event: int, kind: int, knows: Clock) -> None:
         """Takes a slot whose read is ordered before this one, or adds a slot."""
+        rest: Any = at
         for slots in self.reads:
-            if type(at) is int:
-                before = slots.time.item(at)
-                if not before or (knows.item(slots.who.item(at)) >= before and slots.kind.item(at) >= kind):
-                    slots.take(at, component, time, event, kind)
-                    return
-                continue
-            before = slots.time[at]
-            free = knows[slots.who[at]] >= before
-            if kind > PLAIN:  # a weaker one may yet conflict where this does not
-                free &= (before == 0) | (slots.kind[at] >= kind)
-            if FALSE not in free.tobytes():
-                slots.take(at, component, time, event, kind)
+            rest = self._take_free(slots, rest, component, time, event, kind, knows)
+            if rest is None:
                 return
-            slots.take(at[free], component, time, event, kind)  # type: ignore[index]
-            at = at[~free]  # type: ignore[index]
         self.reads.append(Slots(self.count))
-        self.reads[-1].take(at, component, time, event, kind)
+        self.reads[-1].take(rest, component, time, event, kind)
+
+    @staticmethod
+    def _take_free(slots: Slots, at: Any, component: int, time: int, event: int, kind: int, knows: Clock) -> Any:
+        """Takes the slots that are free, and returns the elements whose are not, None if all were."""
+        if type(at) is int:
+            before = slots.time.item(at)
+            if before and (knows.item(slots.who.item(at)) < before or slots.kind.item(at) < kind):
+                return at
+            slots.take(at, component, time, event, kind)
+            return None
+        times = slots.time[at]
+        free = knows[slots.who[at]] >= times
+        if kind > PLAIN:  # a weaker one may yet conflict where this does not
+            free &= (times == 0) | (slots.kind[at] >= kind)
+        if FALSE not in free.tobytes():
+            slots.take(at, component, time, event, kind)
+            return None
+        slots.take(at[free], component, time, event, kind)
+        return at[~free]

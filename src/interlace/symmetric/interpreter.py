@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia.compiler import CUDAOptions
@@ -51,6 +52,7 @@ class Results:
         return self.handles[index]
 
 
+@functools.cache
 def instructions(asm: str) -> list[str]:
     """The modelled instructions of a piece of PTX, in order.  Anything else is refused."""
     if asm in MODELS:
@@ -77,23 +79,18 @@ def inline_asm(act: Callable[[str, list[Any]], int]) -> Callable[..., Results]:
             value = act(word, values)
         handles = []
         for kind in types:
-            data = np.full(getattr(kind, "shape", (1,)) or (1,), value, dtype=interpreter._get_np_dtype(kind))
+            of = interpreter._get_np_dtype(kind)
+            data = np.full(kind.shape, value, of) if kind.is_block() else np.array([value], of)
             handles.append(interpreter.TensorHandle(data, kind.scalar))
         return Results(handles)
 
     return create_inline_asm
 
 
-def _every(pointers: Any) -> Any:
-    return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
-
-
 def store_release(pointers: Any, value: Any) -> Any:
     """As an exchange whose result nobody takes: it has an order, which the interpreter's stores have not."""
-    builder, kinds = interpreter.interpreter_builder, (interpreter._ir.ATOMIC_OP, interpreter._ir.MEM_SEMANTIC)
-    return interpreter.InterpreterBuilder.create_atomic_rmw(
-        builder, kinds[0].XCHG, pointers, value, _every(pointers), kinds[1].RELEASE, None
-    )
+    exchange, release = interpreter._ir.ATOMIC_OP.XCHG, interpreter._ir.MEM_SEMANTIC.RELEASE
+    return shortcuts.atomic(exchange, pointers, value, None, release)
 
 
 def _act(word: str, operands: list[Any]) -> int:
@@ -232,9 +229,19 @@ def _interpreted(function: Any, cache: dict[Any, Any]) -> Any:
     return found
 
 
+@functools.cache
+def _parameters(body: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of a kernel's parameters, and of those that are constants of the compiler."""
+    kinds = inspect.get_annotations(body)
+    names = inspect.getfullargspec(body).args
+    return tuple(names), frozenset(name for name in names if "constexpr" in str(kinds.get(name, "")))
+
+
 def _bound(called: str, body: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """A kernel's arguments by name; what Triton refuses is refused."""
-    names = inspect.getfullargspec(body).args
+    names, _ = _parameters(body)
+    if len(args) == len(names) and OPTIONS.issuperset(options) and not options.keys() & names:
+        return dict(zip(names, args, strict=True))
     unknown = [key for key in options if key not in names and key not in OPTIONS]
     if unknown:
         close = nearest(unknown[0], [*names, *OPTIONS])
@@ -262,17 +269,17 @@ def _programs(called: str, grid: Any, bound: dict[str, Any]) -> tuple[int, int, 
 def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options: dict[str, Any]) -> Launch:
     body, called = _interpreted(function, cache), function.fn.__name__
     bound = _bound(called, body, args, options)
-    kinds = inspect.get_annotations(body)
+    _, constants = _parameters(body)
     tensors = {}
-    for name, value in bound.items():
-        base = getattr(value, "base", value)  # of a tensor descriptor
-        if hasattr(base, "data_ptr"):
-            base.data_ptr()  # of what has none, says so
-            tensors[name] = base
-    arguments = {
-        name: value if "constexpr" in str(kinds.get(name, "")) else interpreter._implicit_cvt(value)
-        for name, value in bound.items()
-    }
+    with torch._C.DisableTorchFunction():
+        for name, value in bound.items():
+            base = getattr(value, "base", value)  # of a tensor descriptor
+            if hasattr(base, "data_ptr"):
+                base.data_ptr()  # of what has none, says so
+                tensors[name] = base
+        arguments = {
+            name: value if name in constants else interpreter._implicit_cvt(value) for name, value in bound.items()
+        }
     return Launch(called, body, arguments, tensors, _programs(called, grid, bound))
 
 
@@ -332,11 +339,9 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
 
     def rmw(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         word = _word(operation)
-        changes = word == "xchg" or word == "and" or bool(value.data.any())
+        changes = word == "xchg" or word == "and" or bool(value.data if value.data.size == 1 else value.data.any())
         what = Atomic(_flat(pointers, mask), size_of(pointers.dtype), _word(sem), _word(scope), changes, word)
-        return watcher.atomic(
-            what, lambda: kind.create_atomic_rmw(builder, operation, pointers, value, mask, sem, scope)
-        )
+        return watcher.atomic(what, lambda: shortcuts.atomic(operation, pointers, value, mask, sem))
 
     def cas(pointers: Any, old: Any, new: Any, sem: Any, scope: Any) -> Any:
         changes = bool(np.any(old.data != new.data))
@@ -362,7 +367,7 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         if word != "st.release.sys":
             return watcher.ptx(word)
         pointers, value = operands
-        what = Atomic(_flat(pointers, _every(pointers)), size_of(pointers.dtype), "release", "sys", True, "store")
+        what = Atomic(pointers.data.ravel(), size_of(pointers.dtype), "release", "sys", True, "store")
         watcher.atomic(what, lambda: store_release(pointers, value))
         return 0
 

@@ -1,31 +1,36 @@
 """Builtins of Triton's language, recorded once for every combination of operands' types.
 
-Equals calling them: what a builtin asks of the interpreter's builder follows from the types of its operands and from the
-constants it is given, not from numbers.  Quicker because only that is done again: of the ten or more Python functions
-between `a + b` and NumPy's addition three are left.  A call that was seen before is recorded, and recorded again; where
-both agree, a function of just these operations takes its place.  What looks at numbers, or makes values in other ways
-than by the builder, is called as ever.
+Equals calling them: what a builtin asks of the interpreter's builder follows from the types of its operands and from
+the constants it is given, not from numbers.  Quicker because only that is done again: of the ten or more Python
+functions between `a + b` and NumPy's addition four are left.  A call that was seen before is recorded, and recorded
+again; where both agree, a function of just these operations takes its place.  What looks at numbers, or makes values in
+other ways than by the builder, is called as ever.
 """
 
 from __future__ import annotations
 
+import collections
+import re
+import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 tensor, constexpr, handle = tl.core.tensor, tl.core.constexpr, interpreter.TensorHandle
 HANDLES = (handle, interpreter.BlockPointerHandle, interpreter.TensorDescHandle)
 FOLDED = frozenset({"create_splat", "create_make_range"})  # of constants: made once
+SPREAD = frozenset({"create_splat", "create_broadcast"})  # NumPy does these by itself
+WATCHED = ("create_icmp", "create_sub")  # what the left one is, a checker looks at
 MOST = 4096  # combinations of one builtin that are kept
 TRIES = 8  # recordings of one combination, after which it is called as ever
 SIGHTINGS = 2  # of a combination before it is worth a recording
-OPERATORS = frozenset(
-    f"__{side}{name}__"
-    for side in ("", "r")
-    for name in "add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne".split()
-)
+NAMES = """
+add sub mul truediv floordiv mod and or xor lshift rshift lt le gt ge eq ne
+"""
+OPERATORS = frozenset(f"__{side}{name}__" for side in ("", "r") for name in NAMES.split())  # of two operands
 
 
 class _Unusual(Exception):
@@ -60,7 +65,8 @@ class _Log:
     def __init__(self, builder: Any, table: Recorded) -> None:
         self._builder, self._table, self._kept = builder, table, list[Any]()
         self.names: dict[int, str] = {}  # of handles
-        self.lines: list[str] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.asked: dict[str, tuple[str, list[str]]] = {}  # by result
         self.values: dict[str, Any] = {}  # constants
         self.told: list[str] = []  # constants that are no handles, for comparing two recordings
         self.is_whole = True
@@ -83,17 +89,22 @@ class _Log:
         used = [self.names.get(id(each), "") for each in args if isinstance(each, HANDLES)]
         if name.startswith("get_") or (name in FOLDED and all(word in self.values for word in used)):
             if isinstance(made, HANDLES):
-                self.names[id(made)] = self._constant(made)
+                self.name(made, self._constant(made))
             return made
-        result = f"v{len(self.lines)}"
-        self.lines.append(f"{result} = _builder.{name}({', '.join(words)})")
+        result = f"v{len(self.asked)}"
+        self.asked[result] = name, words
         self._kept.append(made)
         parts = getattr(made, "handles", made if isinstance(made, tuple) else ())
         for path, each in [(result, made), *((f"{result}.handles[{i}]", each) for i, each in enumerate(parts))]:
             if isinstance(each, HANDLES):
-                self.names[id(each)] = path
+                self.name(each, path)
         self.is_whole &= not isinstance(made, tuple)
         return made
+
+    def name(self, value: Any, path: str) -> str:
+        self.names[id(value)] = path
+        self.shapes[path] = getattr(getattr(value, "data", None), "shape", ())
+        return path
 
     def _constant(self, value: Any) -> str:
         name = f"k{len(self.values)}"
@@ -104,7 +115,7 @@ class _Log:
         if isinstance(value, HANDLES):
             found = self.names.get(id(value))
             if found is None and id(value) in self._table.constants:
-                found = self.names[id(value)] = self._constant(value)
+                found = self.name(value, self._constant(value))
             if found is None:
                 raise _Unusual
             return found
@@ -117,6 +128,35 @@ class _Log:
             raise _Unusual
         self.told.append(repr(value))
         return self._constant(value)
+
+    def lines(self, elementwise: frozenset[str], end: str) -> list[str]:
+        """What was asked, less the blocks made of a scalar, or of a row, for an operation that spreads it by itself."""
+        everything = " ".join([end, *(word for _, words in self.asked.values() for word in words)])
+        times = collections.Counter(re.findall(r"\bv\d+\b", everything))
+        once = {result for result in self.asked if times[result] == 1 and not re.search(rf"\b{result}\b", end)}
+        spread = {
+            result: words[name == "create_splat"]
+            for result, (name, words) in self.asked.items()
+            if name in SPREAD and result in once
+        }
+        made, gone = {}, set[str]()
+        for result, (name, words) in self.asked.items():
+            if name in elementwise:
+                words, before = self._unspread(name, words, self.shapes[result], spread), {*words}
+                gone |= before - {*words}
+            made[result] = f"{result} = _builder.{name}({', '.join(words)})"
+        return [line for result, line in made.items() if result not in gone]
+
+    def _unspread(self, name: str, words: list[str], shape: Any, spread: dict[str, str]) -> list[str]:
+        """The two operands as they were before they were spread, as far as the result stays the same."""
+        left, right = words
+        pairs = [(left, spread.get(right, right))]
+        if not name.startswith(WATCHED):
+            pairs.insert(0, (spread.get(left, left), spread.get(right, right)))
+        for pair in pairs:
+            if np.broadcast_shapes(*(self.shapes[each] for each in pair)) == shape:
+                return [*pair]
+        return words
 
     def end(self, made: Any) -> str:
         """The last line; what a builtin returns."""
@@ -132,11 +172,12 @@ class _Log:
 class Recorded:
     """The functions that have taken the place of builtins, for one process.
 
+    `elementwise` are the builder's operations that are one of NumPy's on two values.
     `looks` counts how often a number of the kernel has decided something.
     """
 
-    def __init__(self, builder: Any) -> None:
-        self._builder, self.looks = builder, 0
+    def __init__(self, builder: Any, elementwise: frozenset[str]) -> None:
+        self._builder, self._elementwise, self.looks = builder, elementwise, 0
         self.constants: dict[int, Any] = {}  # handles that never change, by identity
         self._semantic = interpreter.interpreter_semantic
         self._wrapped: dict[tuple[Any, bool], Callable[..., Any]] = {}
@@ -155,7 +196,7 @@ class Recorded:
 
     def _wrap(self, raw: Callable[..., Any], is_operator: bool) -> Callable[..., Any]:
         programs: dict[Any, Any] = {}
-        semantic, first, function = self._semantic, self._first, type(raw)
+        semantic, first, function = self._semantic, self._first, types.FunctionType
 
         def call(*args: Any, **options: Any) -> Any:
             if options.get("_semantic") is not None:  # one builtin inside another
@@ -201,12 +242,12 @@ class Recorded:
             return raw(*args, **options, _semantic=self._semantic)
         made = raw(*given, **named, _semantic=interpreter.TritonSemantic(log))
         try:
-            lines = [*log.lines, log.end(made)]
+            end = log.end(made)
         except _Unusual:
             return made
         if log.is_whole and self.looks == before:
             parameters = [f"a{i}" for i in range(len(args))] + (["*", *options] if options else [])
-            source = "\n    ".join([f"def program({', '.join(parameters)}):", *lines])
+            source = "\n    ".join([f"def program({', '.join(parameters)}):", *log.lines(self._elementwise, end), end])
             told = f"{source}\n# {log.told}"
             if told == text:
                 scope = {"_builder": self._builder, "_tensor": tensor, **log.values}
@@ -229,7 +270,7 @@ class Recorded:
                     raise _Unusual
                 value = tensor(handle(value.handle.data, value.handle.dtype), value.type)
                 log._kept.append(value)
-            log.names[id(value.handle)] = f"{path}.handle"
+            log.name(value.handle, f"{path}.handle")
             return value
 
         return (

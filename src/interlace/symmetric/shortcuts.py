@@ -35,25 +35,30 @@ def take() -> Any:
 @functools.cache
 def _patches() -> Patches:
     """One set for the whole process: what it has seen, it need not look at again."""
-    return [*_types(), *_calls(Recorded(interpreter.interpreter_builder))]
+    elementwise = frozenset(f"create_{name}" for name in (*BINARY, "addptr"))
+    return [*_types(), *_calls(Recorded(interpreter.interpreter_builder, elementwise))]
 
 
 BINARY = {  # the builder's operations that are one of NumPy's on two values
-    **{name: np.add for name in ("add", "fadd")},
-    **{name: np.subtract for name in ("sub", "fsub")},
-    **{name: np.multiply for name in ("mul", "fmul")},
-    **{name: np.fmod for name in ("srem", "urem", "frem")},
-    **{name: np.minimum for name in ("minsi", "minui", "minimumf", "minnumf")},
-    **{name: np.maximum for name in ("maxsi", "maxui", "maximumf", "maxnumf")},
-    **{name: np.less for name in ("icmpSLT", "icmpULT", "fcmpOLT", "fcmpULT")},
-    **{name: np.less_equal for name in ("icmpSLE", "icmpULE", "fcmpOLE", "fcmpULE")},
-    **{name: np.greater for name in ("icmpSGT", "icmpUGT", "fcmpOGT", "fcmpUGT")},
-    **{name: np.greater_equal for name in ("icmpSGE", "icmpUGE", "fcmpOGE", "fcmpUGE")},
-    **{name: np.equal for name in ("icmpEQ", "fcmpOEQ", "fcmpUEQ")},
-    **{name: np.not_equal for name in ("icmpNE", "fcmpONE", "fcmpUNE")},
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
+    name: operation
+    for operation, *names in (
+        (np.add, "add", "fadd"),
+        (np.subtract, "sub", "fsub"),
+        (np.multiply, "mul", "fmul"),
+        (np.fmod, "srem", "urem", "frem"),
+        (np.minimum, "minsi", "minui", "minimumf", "minnumf"),
+        (np.maximum, "maxsi", "maxui", "maximumf", "maxnumf"),
+        (np.less, "icmpSLT", "icmpULT", "fcmpOLT", "fcmpULT"),
+        (np.less_equal, "icmpSLE", "icmpULE", "fcmpOLE", "fcmpULE"),
+        (np.greater, "icmpSGT", "icmpUGT", "fcmpOGT", "fcmpUGT"),
+        (np.greater_equal, "icmpSGE", "icmpUGE", "fcmpOGE", "fcmpUGE"),
+        (np.equal, "icmpEQ", "fcmpOEQ", "fcmpUEQ"),
+        (np.not_equal, "icmpNE", "fcmpONE", "fcmpUNE"),
+        (np.bitwise_and, "and"),
+        (np.bitwise_or, "or"),
+        (np.bitwise_xor, "xor"),
+    )
+    for name in names
 }
 
 
@@ -62,21 +67,41 @@ def operations() -> dict[str, Callable[..., Any]]:
     handle, unsigned, size_of = interpreter.TensorHandle, np.dtype(np.uint64), element_sizes()
 
     def create_addptr(pointers: Any, offset: Any) -> Any:
-        kind = pointers.dtype
-        return handle(pointers.data + size_of(kind) * offset.data.astype(unsigned), kind)
+        kind, data, by = pointers.dtype, pointers.data, offset.data
+        if data.shape == by.shape == (1,):
+            return handle(np.array([(data.item() + size_of(kind) * by.item()) % (1 << 64)], unsigned), kind)
+        return handle(data + size_of(kind) * by.astype(unsigned), kind)
+
+    def create_splat(kind: Any, value: Any) -> Any:
+        data = value.data if value.data.ndim == 0 else value.data[0]
+        return handle(np.full(kind.shape, data, value.data.dtype), value.dtype.scalar)
+
+    def create_expand_dims(value: Any, axis: int) -> Any:
+        shape = list(value.data.shape)
+        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 1)
+        return handle(value.data.reshape(shape), value.dtype.scalar)
 
     def binary(operation: Any) -> Callable[..., Any]:
         return lambda left, right: binary_op(left, right, operation)
 
     made = {f"create_{name}": binary(operation) for name, operation in BINARY.items()}
-    return {**made, "create_addptr": create_addptr, "binary_op": binary_op, **bfloat16_operations()}
+    made |= {"create_addptr": create_addptr, "create_splat": create_splat, "create_expand_dims": create_expand_dims}
+    made["create_atomic_rmw"] = lambda operation, pointers, value, mask, sem, scope: atomic(
+        operation, pointers, value, mask, sem
+    )
+    return {**made, "binary_op": binary_op, **bfloat16_operations()}
 
 
 def binary_op(left: Any, right: Any, operation: Any) -> Any:
     kind, data = left.dtype.scalar, left.data
     if kind is tl.bfloat16:
-        return as_bfloat16(operation(as_float32(left), as_float32(right)))
-    made = operation(data, right.data)
+        made = operation(as_float32(left), as_float32(right))
+    else:
+        made = operation(data, right.data)
+    if made.dtype == bool:
+        return interpreter.TensorHandle(made, tl.int1)
+    if kind is tl.bfloat16:
+        return as_bfloat16(made)
     if made.itemsize > data.itemsize and not isinstance(kind, tl.pointer_type):  # wider than what it was made of
         made = made.astype(interpreter._get_np_dtype(kind))
     return interpreter.TensorHandle(made, kind)
@@ -104,6 +129,17 @@ def store(pointers: Any, value: Any, mask: Any) -> None:
     interpreter._interpreter.store(data, value.data, _blank(data.shape, bool, 1) if mask is None else mask.data)
 
 
+def atomic(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any) -> Any:
+    """What an atomic of the builder gives; lanes whose mask is not set get 0, not what happens to lie there."""
+    kind, data = interpreter.InterpreterBuilder, pointers.data
+    chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
+    word, order = kind.ir_rmw_op_to_interpreter_rmw_op[operation], kind.ir_sem_to_interpreter_sem[sem]
+    made = interpreter._interpreter.atomic_rmw(word, data, value.data, chosen, order)
+    if b"\0" in chosen.tobytes():
+        made = np.where(chosen, made, made.dtype.type(0))
+    return interpreter.TensorHandle(made, value.dtype.scalar)
+
+
 # Triton's interpreter keeps the 16 bits of a bfloat16 and calculates with them as with an integer.
 
 
@@ -115,9 +151,7 @@ def as_float32(operand: Any) -> Any:
 
 
 def as_bfloat16(numbers: Any) -> Any:
-    """A handle of numbers rounded to the nearest bfloat16, ties to even, as GPUs do; what comparisons give stays so."""
-    if np.asarray(numbers).dtype == bool:
-        return interpreter.TensorHandle(numbers, tl.bfloat16)
+    """A handle of numbers rounded to the nearest bfloat16, ties to even, as GPUs do."""
     single = np.asarray(numbers, np.float32)
     bits = single.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -206,9 +240,15 @@ def _looks(patch: Callable[..., None], builtins: Recorded) -> Callable[..., None
     return patched
 
 
+@functools.cache
+def _facts() -> dict[Any, tuple[Any, Any, Any, int]]:
+    """By type of values; one for the whole process, since the types keep what was found."""
+    return {}
+
+
 def _types() -> Patches:
     """What a value's type tells of it, made once for each; handles without a check of what the builder has made."""
-    kinds, facts = dict[Any, Any](), dict[Any, Any]()
+    kinds, facts = dict[Any, Any](), _facts()
     np_dtype, address = interpreter._get_np_dtype, np.dtype(np.uint64)
 
     def cached_np_dtype(kind: Any) -> Any:
@@ -230,7 +270,7 @@ def _types() -> Patches:
             shape = tl.core.tuple([constexpr(n) for n in sizes])
             found = facts[key] = (constexpr(math.prod(sizes)), shape, element, len(facts))
         kind._facts = found
-        return found  # type: ignore[no-any-return]
+        return found
 
     def initialise(self: Any, made: Any, kind: Any) -> None:
         self.handle, self.type = made, kind
@@ -247,6 +287,31 @@ def _types() -> Patches:
         (tensor, "__init__", initialise),
         (interpreter.TensorHandle, "__init__", initialise_handle),
     ]
+
+
+def _wide(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Reductions and scans, those of bfloat16 by way of float32."""
+
+    def cast(value: Any, kind: Any) -> Any:
+        made = as_bfloat16(value.handle.data) if kind is tl.bfloat16 else as_float32(value.handle)
+        made = made if kind is tl.bfloat16 else interpreter.TensorHandle(made, kind)
+        return tensor(made, value.type.with_element_ty(kind) if value.type.is_block() else kind)
+
+    def applied(self: Any, given: Any) -> Any:
+        if not isinstance(given, tuple):
+            return applied(self, (given,))[0]
+        narrow = [getattr(each, "dtype", None) is tl.bfloat16 for each in given]
+        if not any(narrow):
+            return apply(self, given)
+        wide = tuple(
+            [cast(each, tl.float32) if is_narrow else each for each, is_narrow in zip(given, narrow, strict=True)]
+        )
+        made = apply(self, wide)
+        return tuple(
+            [cast(each, tl.bfloat16) if is_narrow else each for each, is_narrow in zip(made, narrow, strict=True)]
+        )
+
+    return applied
 
 
 def _calls(builtins: Recorded) -> Patches:
@@ -274,6 +339,7 @@ def _calls(builtins: Recorded) -> Patches:
         return unwrap(value) if kind in nested else value
 
     return [
+        (interpreter.ReduceScanOpInterface, "apply", _wide(interpreter.ReduceScanOpInterface.apply)),
         (interpreter, "_patch_attr", patch),
         (interpreter, "_patch_lang_tensor", _looks(interpreter._patch_lang_tensor, builtins)),
         (semantic, "to_tensor", to_tensor),
