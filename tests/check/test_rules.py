@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import bugs_order  # noqa: F401 - registers
 import bugs_protocol  # noqa: F401
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
-from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Knowledge, Shadow
 from interlace.check.place import shown
 from interlace.cli import app
 from interlace.errors import ConfigError
@@ -43,26 +44,33 @@ def fiber(number: int, now: np.ndarray | None = None) -> Knowledge:
 
 
 RANK_OF = np.array([-1] * 3 + [0] * 3 + [1] * 3 + [1] * 3)
+ONE = pytest.mark.parametrize("at", [0, np.array([0]), np.array([1, 0])], ids=["int", "one", "block"])
 
 
-def write(shadow: Shadow, by: Knowledge, component: int = LANE, kind: int = PLAIN) -> None:
+def write(shadow: Shadow, by: Knowledge, component: int = LANE, kind: int = PLAIN, at: Any = 0) -> None:
     mine = by.first + component
-    shadow.note_write(np.array([0]), mine, int(by.now[mine]), 7, kind)
+    shadow.note_write(at, mine, int(by.now[mine]), 7, kind)
 
 
-def checked(shadow: Shadow, by: Knowledge, is_write: bool = False, kind: int = PLAIN, rank: int = 1):
-    return shadow.check(np.array([0]), by.now, is_write, kind, rank, RANK_OF)
+def read(shadow: Shadow, by: Knowledge, kind: int = PLAIN, at: Any = 0, component: int = LANE) -> None:
+    mine = by.first + component
+    shadow.note_read(at, mine, int(by.now[mine]), 5, kind, by.now)
 
 
-def test_a_write_is_ordered_by_what_was_published_and_by_nothing_else() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer)
-    conflict = checked(shadow, reader)
+def checked(shadow: Shadow, by: Knowledge, is_write: bool = False, kind: int = PLAIN, rank: int = 1, at: Any = 0):
+    return shadow.check(at, by.now, is_write, kind, rank, RANK_OF)
+
+
+@ONE
+def test_a_write_is_ordered_by_what_was_published_and_by_nothing_else(at: Any) -> None:
+    shadow, writer, reader = Shadow(2, True), fiber(1), fiber(2)
+    write(shadow, writer, at=at)
+    conflict = checked(shadow, reader, at=at)
     assert (conflict.event, conflict.earlier_is_write, conflict.component) == (7, True, 3)
     reader.learn(writer.published(True))
-    assert checked(shadow, reader) is None
-    write(shadow, writer)  # after the release
-    assert checked(shadow, reader) is not None
+    assert checked(shadow, reader, at=at) is None
+    write(shadow, writer, at=at)  # after the release
+    assert checked(shadow, reader, at=at) is not None
 
 
 def test_a_block_is_covered_only_after_a_barrier() -> None:
@@ -73,6 +81,9 @@ def test_a_block_is_covered_only_after_a_barrier() -> None:
     writer.barrier()
     reader.learn(writer.published(True))
     assert checked(shadow, reader) is None
+    write(shadow, writer, BLOCK)  # after the barrier
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is not None
 
 
 def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() -> None:
@@ -81,39 +92,110 @@ def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() ->
     reader.learn(writer.published(False))
     assert checked(shadow, reader) is not None
     writer.barrier()
+    write(shadow, writer, LANE)  # after the barrier, before a release that follows it
+    reader.learn(writer.published(False))
+    assert checked(shadow, reader) is not None
+    writer.barrier()
     reader.learn(writer.published(False))
     assert checked(shadow, reader) is None
 
 
-def test_every_concurrent_reader_is_remembered() -> None:
-    shadow, readers, writer = Shadow(1, True), [fiber(1), fiber(2)], fiber(3)
+def test_a_descriptor_store_is_covered_only_after_its_wait_and_a_barrier() -> None:
+    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
+    for steps in ([writer.barrier], [writer.flush], [writer.barrier, writer.flush]):
+        write(shadow, writer, PROXY)
+        for step in steps:
+            step()
+        reader.learn(writer.published(True))
+        assert checked(shadow, reader) is not None
+    writer.flush()
+    write(shadow, writer, PROXY)  # after the wait
+    writer.barrier()
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is not None
+    writer.flush()
+    writer.barrier()
+    reader.learn(writer.published(True))
+    assert checked(shadow, reader) is None
+
+
+@ONE
+@pytest.mark.parametrize("count", [2, 3])
+def test_every_concurrent_reader_is_remembered(count: int, at: Any) -> None:
+    shadow, readers = Shadow(2, True), [fiber(1), fiber(2), fiber(3)][:count]
     for reader in readers * 2:
-        first = reader.first
-        shadow.note_read(np.array([0]), first, int(reader.now[first]), 5, PLAIN, reader.now)
-    for reader in readers:
-        conflict = checked(shadow, writer, is_write=True)
+        read(shadow, reader, at=at)
+    for unknown in readers:  # all but one are known: that one alone must be missed
+        writer = Knowledge(12, np.zeros(15, np.int32))
+        for reader in readers:
+            if reader is not unknown:
+                writer.now[reader.first] = reader.now[reader.first]
+        conflict = checked(shadow, writer, is_write=True, at=at)
         assert not conflict.earlier_is_write
-        writer.learn(reader.published(True))
-    assert checked(shadow, writer, is_write=True) is None
+        assert conflict.component == unknown.first
+        assert checked(shadow, writer, at=at) is None  # a read does not mind
+        writer.now[unknown.first] = unknown.now[unknown.first]
+        assert checked(shadow, writer, is_write=True, at=at) is None
+
+
+@ONE
+def test_a_read_takes_the_place_only_of_one_it_conflicts_with_no_less_than(at: Any) -> None:
+    shadow, reader, writer = Shadow(2, True), fiber(1), fiber(2)
+    read(shadow, reader, at=at)
+    read(shadow, reader, SYS, at=at)  # an atomic write may come between it and nothing, but before the plain one
+    conflict = checked(shadow, writer, is_write=True, kind=SYS, at=at)
+    assert (conflict.earlier_kind, conflict.scopes) == (PLAIN, False)
+    again = Shadow(2, True)
+    read(again, reader, SYS, at=at)
+    assert checked(again, writer, is_write=True, kind=SYS, at=at) is None
 
 
 @pytest.mark.parametrize(
     ("earlier", "later", "rank", "races"),
-    [(SYS, SYS, 1, False), (GPU, SYS, 1, True), (SYS, GPU, 1, True), (GPU, GPU, 0, False), (PLAIN, SYS, 0, True)],
+    [
+        (SYS, SYS, 1, False),
+        (GPU, SYS, 1, True),
+        (SYS, GPU, 1, True),
+        (GPU, GPU, 0, False),
+        (GPU, SYS, 0, False),
+        (PLAIN, SYS, 0, True),
+        (SYS, PLAIN, 0, True),
+        (CTA, GPU, 0, True),
+        (GPU, CTA, 0, True),
+        (CTA, CTA, 0, True),
+    ],
 )
 def test_atomics_race_unless_their_scopes_include_each_other(earlier: int, later: int, rank: int, races: bool) -> None:
-    shadow, writer = Shadow(1, True), fiber(1)
-    write(shadow, writer, LANE, earlier)
-    conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank)
-    assert (conflict is not None) is races
+    for at in (0, np.array([0])):
+        shadow, writer = Shadow(1, True), fiber(1)
+        write(shadow, writer, LANE, earlier)
+        conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank, at=at)
+        assert (conflict is not None) is races
+        shadow = Shadow(1, True)
+        read(shadow, writer, earlier)
+        conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank, at=at)
+        assert (conflict is not None) is races
 
 
 def test_an_element_that_is_accessed_in_parts_keeps_its_history() -> None:
     shadow, writer = Shadow(2, False), fiber(1)
     write(shadow, writer)
     shadow.refine(4)
-    assert checked(shadow, fiber(2)) is not None
+    assert checked(shadow, fiber(2), at=3) is not None
     assert shadow.written.tolist() == [True] * 4 + [False] * 4
+    shadow = Shadow(2, True)
+    read(shadow, writer, at=1)
+    shadow.refine(2)
+    assert [checked(shadow, fiber(2), is_write=True, at=at) is None for at in range(4)] == [True, True, False, False]
+
+
+def test_the_first_element_that_nobody_has_written_is_told() -> None:
+    shadow, writer = Shadow(4, False), fiber(1)
+    assert (shadow.unwritten(2), shadow.unwritten(np.array([3, 1]))) == (2, 3)
+    write(shadow, writer, at=2)
+    write(shadow, writer, at=np.array([0, 3]))
+    assert [shadow.unwritten(at) for at in (2, 1, np.array([0, 2]), np.array([0, 1, 3]))] == [None, 1, None, 1]
+    assert Shadow(1, True).unwritten(0) is None
 
 
 # --- what reports hold -----------------------------------------------------------------------------------------------
@@ -605,3 +687,126 @@ def test_half_of_an_element_beyond_the_end_is_out_of_bounds(at: int, ok: bool) -
     assert [report.kind for report in explore(launch, ranks=1, schedules=1).reports] == (
         [] if ok else ["out of bounds"]
     )
+
+
+# --- descriptors -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def ptx(TEXT: tl.constexpr):
+    tl.inline_asm_elementwise(TEXT, "=r", [], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def own_descriptors(x, out, ORDER: tl.constexpr, N: tl.constexpr):
+    """An element through both proxies of one program; ORDER is s(tore), S(tore), f(ence), w(ait) and L(oad)."""
+    at = tl.arange(0, N)
+    box = tl.make_tensor_descriptor(x, [N], [1], [N])
+    for step in tl.static_range(len(ORDER)):
+        if ORDER[step] == "s":
+            tl.store(x + at, at.to(tl.float32))
+        elif ORDER[step] == "S":
+            box.store([0], at.to(tl.float32))
+        elif ORDER[step] == "f":
+            ptx("fence.proxy.async; mov.u32 $0, 0;")
+        elif ORDER[step] == "w":
+            ptx("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+        else:
+            tl.store(out + at, box.load([0]))
+
+
+@pytest.mark.parametrize(
+    ("order", "ok"),
+    [("sL", False), ("sfL", True), ("fsL", False), ("swL", False), ("SL", False), ("SwL", True), ("wSL", False)],
+)
+def test_descriptor_loads_rely_on_a_fence_after_stores_and_on_a_wait_after_their_own(order: str, ok: bool) -> None:
+    def launch(heap):
+        x, out = heap.empty(N, name="x"), torch.zeros(N)
+        own_descriptors[(1,)](x.local, out, order, N)
+        return lambda: torch.equal(out, torch.arange(N).float())
+
+    reports = explore(launch, ranks=1, schedules=1).reports
+    assert [report.kind for report in reports] == ([] if ok else ["missing proxy fence"])
+
+
+@triton.jit
+def two_boxes(inbox, flag, out, heap, ORDER: tl.constexpr, N: tl.constexpr):
+    """A descriptor store that is published; ORDER is S(tore), w(ait), b(arrier) and f(ence) before the signal."""
+    other, at = 1 - my_rank(heap), tl.arange(0, N)
+    box = tl.make_tensor_descriptor(remote(inbox, other, heap), [N], [1], [N])
+    for step in tl.static_range(len(ORDER)):
+        if ORDER[step] == "S":
+            box.store([0], at.to(tl.float32))
+        elif ORDER[step] == "w":
+            ptx("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+        elif ORDER[step] == "f":
+            ptx("fence.proxy.async; mov.u32 $0, 0;")
+        else:
+            tl.debug_barrier()
+    tl.atomic_xchg(remote(flag, other, heap), 1, sem="release", scope="sys")
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(out + at, tl.load(inbox + at))
+
+
+@pytest.mark.parametrize(
+    ("order", "ok"), [("Swb", True), ("Sbf", False), ("Sb", False), ("Sw", False), ("Sbw", False), ("SwSb", False)]
+)
+def test_a_descriptor_store_is_published_after_its_wait_then_a_barrier(order: str, ok: bool) -> None:
+    def launch(heap):
+        inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
+        two_boxes[(1,)](inbox.local, flag.local, out, heap.context, order, N)
+
+    reports = explore(launch, ranks=2, schedules=3).reports
+    assert [report.kind for report in reports] == ([] if ok else ["missing proxy fence"])
+
+
+@triton.jit
+def stores_by_descriptor(x, N: tl.constexpr):
+    tl.make_tensor_descriptor(x, [N], [1], [N]).store([0], tl.arange(0, N).to(tl.float32))
+
+
+@triton.jit
+def loads_by_descriptor(x, out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N), tl.make_tensor_descriptor(x, [N], [1], [N]).load([0]))
+
+
+def test_a_kernels_end_completes_its_descriptors_and_its_beginning_admits_them() -> None:
+    def launch(heap):
+        x, y, out = heap.empty(N, name="x"), heap.empty(N, name="y"), torch.zeros(N)
+        stores_by_descriptor[(1,)](x.local, N)
+        heap.copy(y.local, x.local)
+        loads_by_descriptor[(1,)](y.local, out, N)
+        return lambda: torch.equal(out, torch.arange(N).float())
+
+    verdict = explore(launch, ranks=1, schedules=2)
+    assert verdict.ok, verdict
+
+
+@triton.jit
+def counted(word, SCOPE: tl.constexpr):
+    tl.atomic_add(word, 1, sem="relaxed", scope=SCOPE)
+
+
+@pytest.mark.parametrize(("scope", "kinds"), [("cta", ["wrong scope"]), ("gpu", []), ("sys", [])])
+def test_programs_of_one_rank_need_the_scope_of_a_gpu(scope: str, kinds: list[str]) -> None:
+    launch = lambda heap: counted[(2,)](heap.zeros(1, torch.int32, name="word").local, scope)  # noqa: E731
+    reports = explore(launch, ranks=1, schedules=2, residency=False).reports
+    assert [report.kind for report in reports] == kinds
+
+
+@triton.jit
+def moves_one(x, out):
+    tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_one_element_nobody_has_written(written: bool) -> None:
+    def launch(heap):
+        x, out = heap.empty(2, name="x"), torch.zeros(1)
+        if written:
+            fill[(1,)](x.local, 1.0, 1)
+        moves_one[(1,)](x.local, out)
+
+    reports = explore(launch, ranks=1, schedules=1).reports
+    assert [report.kind for report in reports] == ([] if written else ["read of unwritten memory"])

@@ -5,7 +5,7 @@ clock, for the three kinds of memory operation that a release treats differently
 
     LANE    one thread's (atomics, stores of a scalar): a release by that thread covers them
     BLOCK   all threads' (blocks, loads of a scalar): covered by a release only after a barrier of the program
-    PROXY   descriptor (TMA) stores: covered only after their full wait and proxy fence, and a barrier
+    PROXY   descriptor (TMA) stores: covered only after their full wait, and a barrier
 
 Two accesses of one element, one of them a write, are ordered if the later one's clock has reached the earlier one's
 component; unless both are atomics whose scopes include each other, anything else is a race, whatever values were seen.
@@ -51,10 +51,10 @@ class Knowledge:
         now[first + BLOCK] += 1
 
     def flush(self) -> None:
-        """Descriptor stores are complete; the proxy fence goes both ways."""
-        self.flushed = int(self.now[self.first + PROXY])
-        self.now[self.first + PROXY] += 1
-        self.admit()
+        """Descriptor stores are complete, and seen by all loads of this program, those of descriptors too."""
+        mine = self.first + PROXY
+        self.flushed = self.proxy[mine] = int(self.now[mine])
+        self.now[mine] += 1
 
     def admit(self) -> None:
         """Descriptor loads may rely on what is known now."""
