@@ -810,3 +810,142 @@ def test_one_element_nobody_has_written(written: bool) -> None:
 
     reports = explore(launch, ranks=1, schedules=1).reports
     assert [report.kind for report in reports] == ([] if written else ["read of unwritten memory"])
+
+
+# --- elements and words ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def of_different_widths(x, out, WIDE: tl.constexpr, PART: tl.constexpr):
+    """Program 0 writes eight bytes or the first two of a word, program 1 reads a word or writes two other bytes."""
+    if WIDE:
+        if tl.program_id(0) == 0:
+            tl.store(x.to(tl.pointer_type(tl.int64)), 7)
+        else:
+            tl.store(out, tl.load(x + 1))
+    elif tl.program_id(0) == 0:
+        tl.store(x.to(tl.pointer_type(tl.int16)), 7)
+    else:
+        tl.store(x.to(tl.pointer_type(tl.int16)) + PART, 7)
+
+
+@pytest.mark.parametrize(("wide", "part", "races"), [(True, 0, True), (False, 1, False), (False, 0, True)])
+def test_accesses_wider_or_narrower_than_elements_race_where_they_overlap(wide: bool, part: int, races: bool) -> None:
+    def launch(heap):
+        x, out = heap.zeros(4, torch.int32, name="x"), torch.zeros(1, dtype=torch.int32)
+        of_different_widths[(2,)](x.local, out, wide, part)
+
+    reports = explore(launch, ranks=1, schedules=2, residency=False).reports
+    assert [report.kind for report in reports] == (["data race"] if races else [])
+
+
+@triton.jit
+def sets(flag, value, PLAIN: tl.constexpr):
+    if PLAIN:
+        tl.store(flag, value)  # a plain one
+    else:
+        tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def awaits(flag, value):
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != value:
+        pass
+
+
+@pytest.mark.parametrize("how", ["a plain one", "the fill", "the copy"])
+def test_a_signal_that_is_overwritten_by_anything_is_lost(how: str) -> None:
+    def launch(heap):
+        flag, other = heap.zeros(1, torch.int32, name="flag"), heap.zeros(1, torch.int32, name="other")
+        sets[(1,)](flag.local, 1, False)
+        if how == "a plain one":
+            sets[(1,)](flag.local, 0, True)
+        elif how == "the fill":
+            flag.local.fill_(0)  # the fill
+        else:
+            heap.copy(flag.local, other.local)  # the copy
+        awaits[(1,)](flag.local, 1)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert report.kind == "lost signal"
+    assert report.steps[1].line == line_of(f"# {how}")
+
+
+@triton.jit
+def polls_with_many_lanes(flag, LANES: tl.constexpr):
+    while tl.max(tl.load(flag + tl.zeros([LANES], tl.int32), volatile=True), 0) != 1:
+        pass
+
+
+def test_a_poll_of_one_word_by_many_lanes_is_a_poll() -> None:
+    launch = lambda heap: polls_with_many_lanes[(1,)](heap.zeros(1, torch.int32, name="flag").local, 64)  # noqa: E731
+    verdict = explore(launch, ranks=1, schedules=1)
+    assert [report.kind for report in verdict.reports] == ["deadlock"]
+    assert verdict.events < 10_000
+
+
+@triton.jit
+def swaps(word, out, OLD: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.atomic_cas(word, OLD, 6, sem="relaxed", scope="sys")
+    else:
+        tl.store(out, tl.load(word))
+
+
+@pytest.mark.parametrize(("old", "races"), [(5, False), (0, True)])
+def test_a_swap_that_fails_is_no_write(old: int, races: bool) -> None:
+    def launch(heap):
+        swaps[(2,)](heap.zeros(1, torch.int32, name="word").local, torch.zeros(1, dtype=torch.int32), old)
+
+    assert explore(launch, ranks=1, schedules=2, residency=False).ok is not races
+
+
+@triton.jit
+def counts_up(word):
+    tl.atomic_add(word, 1, sem="relaxed", scope="sys")
+
+
+def test_an_atomic_reads_what_it_changes() -> None:
+    launch = lambda heap: counts_up[(1,)](heap.empty(1, torch.int32, name="word").local)  # noqa: E731
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert (report.kind, report.message.count("word[0]")) == ("read of unwritten memory", 1)
+
+
+@triton.jit
+def ordered_by(x, flag, out, SIGNAL: tl.constexpr, WAIT: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.store(x, 1.0)
+        tl.atomic_add(flag, 1, sem=SIGNAL, scope="gpu")
+    else:
+        while tl.atomic_or(flag, 0, sem=WAIT, scope="gpu") != 1:
+            pass
+        tl.store(out, tl.load(x))
+
+
+SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
+
+
+@pytest.mark.parametrize("signals", SEMANTICS)
+@pytest.mark.parametrize("waits", SEMANTICS)
+def test_a_signal_releases_and_a_wait_acquires(signals: str, waits: str) -> None:
+    def launch(heap):
+        x, flag, out = heap.zeros(1, name="x"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(1)
+        ordered_by[(2,)](x.local, flag.local, out, signals, waits)
+
+    reports = explore(launch, ranks=1, schedules=3, residency=False).reports
+    ok = signals in ("release", "acq_rel") and waits in ("acquire", "acq_rel")
+    assert [report.kind for report in reports] == ([] if ok else ["wrong order"])
+    side = "signal" if signals in ("relaxed", "acquire") else "wait"
+    assert ok or f"the {side} at line" in reports[0].message
+
+
+def test_a_word_where_another_was_has_no_history() -> None:
+    def launch(heap):
+        old = heap.zeros(1, torch.int32, name="old")
+        sets[(1,)](old.local, 1, False)
+        sets[(1,)](old.local, 0, False)
+        heap.free(old)
+        awaits[(1,)](heap.zeros(1, torch.int32, name="new").local, 1)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    assert (report.kind, "new[0] was never signalled" in str(report)) == ("deadlock", True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -229,12 +228,12 @@ class Host(Fabric):
             if to.numel():
                 machine.pause(fiber)
                 self._touch(of, write=False, what="copy from", kind=PLAIN)
-                self._touch(to, write=True, what="copy to", kind=PLAIN, do=functools.partial(to.copy_, of))
+                written = self._touch(to, write=True, what="copy to", kind=PLAIN)
+                to.copy_(of)
+                written()
 
-    def _touch(
-        self, tensor: torch.Tensor, write: bool, what: str, kind: int, do: Callable[[], Any] | None = None
-    ) -> int:
-        """An access of a whole tensor by the fiber that runs; the machine does not switch."""
+    def _touch(self, tensor: torch.Tensor, write: bool, what: str, kind: int) -> Callable[[], None]:
+        """An access of a whole tensor by the fiber that runs; what is returned is called when it has been written."""
         machine, fiber = self.machine, self.machine.current
         assert fiber is not None
         event = machine.event(fiber, what)
@@ -244,13 +243,13 @@ class Host(Fabric):
             component = LANE if fiber.kind == "item" else BLOCK
             machine.touch(fiber, region, at, write, component, kind, event)
         befores = machine._befores(addresses, size, parts) if write else {}
-        if do is not None:
-            do()
-        if write:
+
+        def written() -> None:
             machine.changed(fiber, parts, event)
             for address, before in befores.items():
                 machine._signalled(fiber, address, event, before, peek(address, size), "relaxed", "", what)
-        return event
+
+        return written
 
     def _word(self, flag: torch.Tensor, changes: bool, sem: str, operation: str) -> Atomic:
         return Atomic(np.array([flag.data_ptr()], np.uint64), 4, sem, "sys", changes, operation)
@@ -314,12 +313,15 @@ class Host(Fabric):
             for tensor in touched:
                 if not any(tensor is each for each in written):
                     self._touch(tensor, False, f"torch {name}", PLAIN)
+            done = []
             for tensor in touched:
                 if any(tensor is each for each in written):
                     if name not in ("copy_", "fill_", "zero_", "__setitem__"):
                         self._touch(tensor, False, f"torch {name}", PLAIN)
-                    self._touch(tensor, True, f"torch {name}", PLAIN)
+                    done.append(self._touch(tensor, True, f"torch {name}", PLAIN))
             made.append(function(*args, **kwargs))
+            for tell in done:
+                tell()
 
         item = self.item(f"torch {name}", [body])
         if written and kwargs.get("out") is None:
