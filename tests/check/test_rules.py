@@ -4,198 +4,34 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import bugs_order  # noqa: F401 - registers
 import bugs_protocol  # noqa: F401
 import numpy as np
 import pytest
+import small_kernels
 import torch
 import triton
 import triton.language as tl
 from bug import BUGS
 from right_kernels import RIGHT
+from small_kernels import N, fill
 from typer.testing import CliRunner
 
 import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
-from interlace.check.order import BLOCK, CTA, GPU, LANE, PLAIN, PROXY, SYS, Knowledge, Shadow
+from interlace.check.machine import Machine
 from interlace.check.place import shown
 from interlace.cli import app
 from interlace.errors import ConfigError
 from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
 
-N = 4
 FILE = str(Path(__file__).resolve())
 
 
 def line_of(text: str) -> int:
-    """The number of the only line of this file that ends so."""
-    (found,) = [n for n, line in enumerate(Path(FILE).read_text().splitlines(), 1) if line.endswith(text)]
-    return found
-
-
-# --- clocks and elements ---------------------------------------------------------------------------------------------
-
-
-def fiber(number: int, now: np.ndarray | None = None) -> Knowledge:
-    return Knowledge(3 * number, np.zeros(12, np.int32) if now is None else now.copy())
-
-
-RANK_OF = np.array([-1] * 3 + [0] * 3 + [1] * 3 + [1] * 3)
-ONE = pytest.mark.parametrize("at", [0, np.array([0]), np.array([1, 0])], ids=["int", "one", "block"])
-
-
-def write(shadow: Shadow, by: Knowledge, component: int = LANE, kind: int = PLAIN, at: Any = 0) -> None:
-    mine = by.first + component
-    shadow.note_write(at, mine, int(by.now[mine]), 7, kind)
-
-
-def read(shadow: Shadow, by: Knowledge, kind: int = PLAIN, at: Any = 0, component: int = LANE) -> None:
-    mine = by.first + component
-    shadow.note_read(at, mine, int(by.now[mine]), 5, kind, by.now)
-
-
-def checked(shadow: Shadow, by: Knowledge, is_write: bool = False, kind: int = PLAIN, rank: int = 1, at: Any = 0):
-    return shadow.check(at, by.now, is_write, kind, rank, RANK_OF)
-
-
-@ONE
-def test_a_write_is_ordered_by_what_was_published_and_by_nothing_else(at: Any) -> None:
-    shadow, writer, reader = Shadow(2, True), fiber(1), fiber(2)
-    write(shadow, writer, at=at)
-    conflict = checked(shadow, reader, at=at)
-    assert (conflict.event, conflict.earlier_is_write, conflict.component) == (7, True, 3)
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader, at=at) is None
-    write(shadow, writer, at=at)  # after the release
-    assert checked(shadow, reader, at=at) is not None
-
-
-def test_a_block_is_covered_only_after_a_barrier() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer, BLOCK)
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is not None
-    writer.barrier()
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is None
-    write(shadow, writer, BLOCK)  # after the barrier
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is not None
-
-
-def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer, LANE)
-    reader.learn(writer.published(False))
-    assert checked(shadow, reader) is not None
-    writer.barrier()
-    write(shadow, writer, LANE)  # after the barrier, before a release that follows it
-    reader.learn(writer.published(False))
-    assert checked(shadow, reader) is not None
-    writer.barrier()
-    reader.learn(writer.published(False))
-    assert checked(shadow, reader) is None
-
-
-def test_a_descriptor_store_is_covered_only_after_its_wait_and_a_barrier() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    for steps in ([writer.barrier], [writer.flush], [writer.barrier, writer.flush]):
-        write(shadow, writer, PROXY)
-        for step in steps:
-            step()
-        reader.learn(writer.published(True))
-        assert checked(shadow, reader) is not None
-    writer.flush()
-    write(shadow, writer, PROXY)  # after the wait
-    writer.barrier()
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is not None
-    writer.flush()
-    writer.barrier()
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is None
-
-
-@ONE
-@pytest.mark.parametrize("count", [2, 3])
-def test_every_concurrent_reader_is_remembered(count: int, at: Any) -> None:
-    shadow, readers = Shadow(2, True), [fiber(1), fiber(2), fiber(3)][:count]
-    for reader in readers * 2:
-        read(shadow, reader, at=at)
-    for unknown in readers:  # all but one are known: that one alone must be missed
-        writer = Knowledge(12, np.zeros(15, np.int32))
-        for reader in readers:
-            if reader is not unknown:
-                writer.now[reader.first] = reader.now[reader.first]
-        conflict = checked(shadow, writer, is_write=True, at=at)
-        assert not conflict.earlier_is_write
-        assert conflict.component == unknown.first
-        assert checked(shadow, writer, at=at) is None  # a read does not mind
-        writer.now[unknown.first] = unknown.now[unknown.first]
-        assert checked(shadow, writer, is_write=True, at=at) is None
-
-
-@ONE
-def test_a_read_takes_the_place_only_of_one_it_conflicts_with_no_less_than(at: Any) -> None:
-    shadow, reader, writer = Shadow(2, True), fiber(1), fiber(2)
-    read(shadow, reader, at=at)
-    read(shadow, reader, SYS, at=at)  # an atomic write may come between it and nothing, but before the plain one
-    conflict = checked(shadow, writer, is_write=True, kind=SYS, at=at)
-    assert (conflict.earlier_kind, conflict.scopes) == (PLAIN, False)
-    again = Shadow(2, True)
-    read(again, reader, SYS, at=at)
-    assert checked(again, writer, is_write=True, kind=SYS, at=at) is None
-
-
-@pytest.mark.parametrize(
-    ("earlier", "later", "rank", "races"),
-    [
-        (SYS, SYS, 1, False),
-        (GPU, SYS, 1, True),
-        (SYS, GPU, 1, True),
-        (GPU, GPU, 0, False),
-        (GPU, SYS, 0, False),
-        (PLAIN, SYS, 0, True),
-        (SYS, PLAIN, 0, True),
-        (CTA, GPU, 0, True),
-        (GPU, CTA, 0, True),
-        (CTA, CTA, 0, True),
-    ],
-)
-def test_atomics_race_unless_their_scopes_include_each_other(earlier: int, later: int, rank: int, races: bool) -> None:
-    for at in (0, np.array([0])):
-        shadow, writer = Shadow(1, True), fiber(1)
-        write(shadow, writer, LANE, earlier)
-        conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank, at=at)
-        assert (conflict is not None) is races
-        shadow = Shadow(1, True)
-        read(shadow, writer, earlier)
-        conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank, at=at)
-        assert (conflict is not None) is races
-
-
-def test_an_element_that_is_accessed_in_parts_keeps_its_history() -> None:
-    shadow, writer = Shadow(2, False), fiber(1)
-    write(shadow, writer)
-    shadow.refine(4)
-    assert checked(shadow, fiber(2), at=3) is not None
-    assert shadow.written.tolist() == [True] * 4 + [False] * 4
-    shadow = Shadow(2, True)
-    read(shadow, writer, at=1)
-    shadow.refine(2)
-    assert [checked(shadow, fiber(2), is_write=True, at=at) is None for at in range(4)] == [True, True, False, False]
-
-
-def test_the_first_element_that_nobody_has_written_is_told() -> None:
-    shadow, writer = Shadow(4, False), fiber(1)
-    assert (shadow.unwritten(2), shadow.unwritten(np.array([3, 1]))) == (2, 3)
-    write(shadow, writer, at=2)
-    write(shadow, writer, at=np.array([0, 3]))
-    assert [shadow.unwritten(at) for at in (2, 1, np.array([0, 2]), np.array([0, 1, 3]))] == [None, 1, None, 1]
-    assert Shadow(1, True).unwritten(0) is None
+    return small_kernels.line_of(text, FILE)
 
 
 # --- what reports hold -----------------------------------------------------------------------------------------------
@@ -381,11 +217,6 @@ def test_setting_a_word_back_does_not_hide_the_wait_before_it() -> None:
 
 
 # --- participants other than kernels ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def fill(x, value, N: tl.constexpr):
-    tl.store(x + tl.arange(0, N), tl.zeros([N], tl.float32) + value)
 
 
 def streams(heap, with_event, with_flag):
@@ -624,10 +455,11 @@ def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> Non
 
 
 @triton.jit
-def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
+def fenced(inbox, flag, out, heap, PTX: tl.constexpr, BARRIER: tl.constexpr, N: tl.constexpr):
     other, at = 1 - my_rank(heap), tl.arange(0, N)
     tl.store(remote(inbox, other, heap) + at, at.to(tl.float32))
-    tl.debug_barrier()
+    if BARRIER:
+        tl.debug_barrier()
     tl.inline_asm_elementwise(PTX, "=r", [], tl.int32, is_pure=False, pack=1)
     tl.atomic_xchg(remote(flag, other, heap), 1, sem="relaxed", scope="sys")
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
@@ -635,11 +467,14 @@ def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
     tl.store(out + at, tl.load(inbox + at))
 
 
-@pytest.mark.parametrize(("scope", "kinds"), [("gpu", ["wrong scope"]), ("sys", [])])
-def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("scope", "barrier", "kinds"),
+    [("gpu", True, ["wrong scope"]), ("sys", True, []), ("sys", False, ["missing barrier"])],
+)
+def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, barrier: bool, kinds: list[str]) -> None:
     def launch(heap):
         inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
-        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", N)
+        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", barrier, N)
 
     assert [report.kind for report in explore(launch, ranks=2, schedules=5).reports] == kinds
 
@@ -689,263 +524,34 @@ def test_half_of_an_element_beyond_the_end_is_out_of_bounds(at: int, ok: bool) -
     )
 
 
-# --- descriptors -----------------------------------------------------------------------------------------------------
+def test_every_schedule_begins_with_the_same_random_numbers() -> None:
+    drawn = set()
 
-
-@triton.jit
-def ptx(TEXT: tl.constexpr):
-    tl.inline_asm_elementwise(TEXT, "=r", [], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def own_descriptors(x, out, ORDER: tl.constexpr, N: tl.constexpr):
-    """An element through both proxies of one program; ORDER is s(tore), S(tore), f(ence), w(ait) and L(oad)."""
-    at = tl.arange(0, N)
-    box = tl.make_tensor_descriptor(x, [N], [1], [N])
-    for step in tl.static_range(len(ORDER)):
-        if ORDER[step] == "s":
-            tl.store(x + at, at.to(tl.float32))
-        elif ORDER[step] == "S":
-            box.store([0], at.to(tl.float32))
-        elif ORDER[step] == "f":
-            ptx("fence.proxy.async; mov.u32 $0, 0;")
-        elif ORDER[step] == "w":
-            ptx("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-        else:
-            tl.store(out + at, box.load([0]))
-
-
-@pytest.mark.parametrize(
-    ("order", "ok"),
-    [("sL", False), ("sfL", True), ("fsL", False), ("swL", False), ("SL", False), ("SwL", True), ("wSL", False)],
-)
-def test_descriptor_loads_rely_on_a_fence_after_stores_and_on_a_wait_after_their_own(order: str, ok: bool) -> None:
     def launch(heap):
-        x, out = heap.empty(N, name="x"), torch.zeros(N)
-        own_descriptors[(1,)](x.local, out, order, N)
-        return lambda: torch.equal(out, torch.arange(N).float())
+        drawn.add((float(torch.rand(())), float(np.random.rand())))
+        fill[(1,)](heap.zeros(N, name="x").local, 1.0, N)
 
-    reports = explore(launch, ranks=1, schedules=1).reports
-    assert [report.kind for report in reports] == ([] if ok else ["missing proxy fence"])
-
-
-@triton.jit
-def two_boxes(inbox, flag, out, heap, ORDER: tl.constexpr, N: tl.constexpr):
-    """A descriptor store that is published; ORDER is S(tore), w(ait), b(arrier) and f(ence) before the signal."""
-    other, at = 1 - my_rank(heap), tl.arange(0, N)
-    box = tl.make_tensor_descriptor(remote(inbox, other, heap), [N], [1], [N])
-    for step in tl.static_range(len(ORDER)):
-        if ORDER[step] == "S":
-            box.store([0], at.to(tl.float32))
-        elif ORDER[step] == "w":
-            ptx("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-        elif ORDER[step] == "f":
-            ptx("fence.proxy.async; mov.u32 $0, 0;")
-        else:
-            tl.debug_barrier()
-    tl.atomic_xchg(remote(flag, other, heap), 1, sem="release", scope="sys")
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
-        pass
-    tl.store(out + at, tl.load(inbox + at))
+    explore(launch, ranks=1, schedules=3)
+    assert len(drawn) == 1
 
 
-@pytest.mark.parametrize(
-    ("order", "ok"), [("Swb", True), ("Sbf", False), ("Sb", False), ("Sw", False), ("Sbw", False), ("SwSb", False)]
-)
-def test_a_descriptor_store_is_published_after_its_wait_then_a_barrier(order: str, ok: bool) -> None:
-    def launch(heap):
-        inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
-        two_boxes[(1,)](inbox.local, flag.local, out, heap.context, order, N)
+def test_nothing_of_a_rank_that_has_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, later = [], []
+    kill, close = Machine.kill, Machine.close
 
-    reports = explore(launch, ranks=2, schedules=3).reports
-    assert [report.kind for report in reports] == ([] if ok else ["missing proxy fence"])
+    def killed(self: Machine, rank: int) -> None:
+        stopped.append((rank, len(self.events)))
+        kill(self, rank)
 
+    def closed(self: Machine) -> None:
+        if self.dead is not None:
+            rank, begin = stopped[-1]
+            later.extend(fiber.rank == rank for fiber, *_ in self.events[begin:])
+        close(self)
 
-@triton.jit
-def stores_by_descriptor(x, N: tl.constexpr):
-    tl.make_tensor_descriptor(x, [N], [1], [N]).store([0], tl.arange(0, N).to(tl.float32))
-
-
-@triton.jit
-def loads_by_descriptor(x, out, N: tl.constexpr):
-    tl.store(out + tl.arange(0, N), tl.make_tensor_descriptor(x, [N], [1], [N]).load([0]))
-
-
-def test_a_kernels_end_completes_its_descriptors_and_its_beginning_admits_them() -> None:
-    def launch(heap):
-        x, y, out = heap.empty(N, name="x"), heap.empty(N, name="y"), torch.zeros(N)
-        stores_by_descriptor[(1,)](x.local, N)
-        heap.copy(y.local, x.local)
-        loads_by_descriptor[(1,)](y.local, out, N)
-        return lambda: torch.equal(out, torch.arange(N).float())
-
-    verdict = explore(launch, ranks=1, schedules=2)
-    assert verdict.ok, verdict
-
-
-@triton.jit
-def counted(word, SCOPE: tl.constexpr):
-    tl.atomic_add(word, 1, sem="relaxed", scope=SCOPE)
-
-
-@pytest.mark.parametrize(("scope", "kinds"), [("cta", ["wrong scope"]), ("gpu", []), ("sys", [])])
-def test_programs_of_one_rank_need_the_scope_of_a_gpu(scope: str, kinds: list[str]) -> None:
-    launch = lambda heap: counted[(2,)](heap.zeros(1, torch.int32, name="word").local, scope)  # noqa: E731
-    reports = explore(launch, ranks=1, schedules=2, residency=False).reports
-    assert [report.kind for report in reports] == kinds
-
-
-@triton.jit
-def moves_one(x, out):
-    tl.store(out, tl.load(x))
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_one_element_nobody_has_written(written: bool) -> None:
-    def launch(heap):
-        x, out = heap.empty(2, name="x"), torch.zeros(1)
-        if written:
-            fill[(1,)](x.local, 1.0, 1)
-        moves_one[(1,)](x.local, out)
-
-    reports = explore(launch, ranks=1, schedules=1).reports
-    assert [report.kind for report in reports] == ([] if written else ["read of unwritten memory"])
-
-
-# --- elements and words ----------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def of_different_widths(x, out, WIDE: tl.constexpr, PART: tl.constexpr):
-    """Program 0 writes eight bytes or the first two of a word, program 1 reads a word or writes two other bytes."""
-    if WIDE:
-        if tl.program_id(0) == 0:
-            tl.store(x.to(tl.pointer_type(tl.int64)), 7)
-        else:
-            tl.store(out, tl.load(x + 1))
-    elif tl.program_id(0) == 0:
-        tl.store(x.to(tl.pointer_type(tl.int16)), 7)
-    else:
-        tl.store(x.to(tl.pointer_type(tl.int16)) + PART, 7)
-
-
-@pytest.mark.parametrize(("wide", "part", "races"), [(True, 0, True), (False, 1, False), (False, 0, True)])
-def test_accesses_wider_or_narrower_than_elements_race_where_they_overlap(wide: bool, part: int, races: bool) -> None:
-    def launch(heap):
-        x, out = heap.zeros(4, torch.int32, name="x"), torch.zeros(1, dtype=torch.int32)
-        of_different_widths[(2,)](x.local, out, wide, part)
-
-    reports = explore(launch, ranks=1, schedules=2, residency=False).reports
-    assert [report.kind for report in reports] == (["data race"] if races else [])
-
-
-@triton.jit
-def sets(flag, value, PLAIN: tl.constexpr):
-    if PLAIN:
-        tl.store(flag, value)  # a plain one
-    else:
-        tl.atomic_xchg(flag, value, sem="release", scope="sys")
-
-
-@triton.jit
-def awaits(flag, value):
-    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != value:
-        pass
-
-
-@pytest.mark.parametrize("how", ["a plain one", "the fill", "the copy"])
-def test_a_signal_that_is_overwritten_by_anything_is_lost(how: str) -> None:
-    def launch(heap):
-        flag, other = heap.zeros(1, torch.int32, name="flag"), heap.zeros(1, torch.int32, name="other")
-        sets[(1,)](flag.local, 1, False)
-        if how == "a plain one":
-            sets[(1,)](flag.local, 0, True)
-        elif how == "the fill":
-            flag.local.fill_(0)  # the fill
-        else:
-            heap.copy(flag.local, other.local)  # the copy
-        awaits[(1,)](flag.local, 1)
-
-    (report,) = explore(launch, ranks=1, schedules=1).reports
-    assert report.kind == "lost signal"
-    assert report.steps[1].line == line_of(f"# {how}")
-
-
-@triton.jit
-def polls_with_many_lanes(flag, LANES: tl.constexpr):
-    while tl.max(tl.load(flag + tl.zeros([LANES], tl.int32), volatile=True), 0) != 1:
-        pass
-
-
-def test_a_poll_of_one_word_by_many_lanes_is_a_poll() -> None:
-    launch = lambda heap: polls_with_many_lanes[(1,)](heap.zeros(1, torch.int32, name="flag").local, 64)  # noqa: E731
-    verdict = explore(launch, ranks=1, schedules=1)
-    assert [report.kind for report in verdict.reports] == ["deadlock"]
-    assert verdict.events < 10_000
-
-
-@triton.jit
-def swaps(word, out, OLD: tl.constexpr):
-    if tl.program_id(0) == 0:
-        tl.atomic_cas(word, OLD, 6, sem="relaxed", scope="sys")
-    else:
-        tl.store(out, tl.load(word))
-
-
-@pytest.mark.parametrize(("old", "races"), [(5, False), (0, True)])
-def test_a_swap_that_fails_is_no_write(old: int, races: bool) -> None:
-    def launch(heap):
-        swaps[(2,)](heap.zeros(1, torch.int32, name="word").local, torch.zeros(1, dtype=torch.int32), old)
-
-    assert explore(launch, ranks=1, schedules=2, residency=False).ok is not races
-
-
-@triton.jit
-def counts_up(word):
-    tl.atomic_add(word, 1, sem="relaxed", scope="sys")
-
-
-def test_an_atomic_reads_what_it_changes() -> None:
-    launch = lambda heap: counts_up[(1,)](heap.empty(1, torch.int32, name="word").local)  # noqa: E731
-    (report,) = explore(launch, ranks=1, schedules=1).reports
-    assert (report.kind, report.message.count("word[0]")) == ("read of unwritten memory", 1)
-
-
-@triton.jit
-def ordered_by(x, flag, out, SIGNAL: tl.constexpr, WAIT: tl.constexpr):
-    if tl.program_id(0) == 0:
-        tl.store(x, 1.0)
-        tl.atomic_add(flag, 1, sem=SIGNAL, scope="gpu")
-    else:
-        while tl.atomic_or(flag, 0, sem=WAIT, scope="gpu") != 1:
-            pass
-        tl.store(out, tl.load(x))
-
-
-SEMANTICS = ("relaxed", "acquire", "release", "acq_rel")
-
-
-@pytest.mark.parametrize("signals", SEMANTICS)
-@pytest.mark.parametrize("waits", SEMANTICS)
-def test_a_signal_releases_and_a_wait_acquires(signals: str, waits: str) -> None:
-    def launch(heap):
-        x, flag, out = heap.zeros(1, name="x"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(1)
-        ordered_by[(2,)](x.local, flag.local, out, signals, waits)
-
-    reports = explore(launch, ranks=1, schedules=3, residency=False).reports
-    ok = signals in ("release", "acq_rel") and waits in ("acquire", "acq_rel")
-    assert [report.kind for report in reports] == ([] if ok else ["wrong order"])
-    side = "signal" if signals in ("relaxed", "acquire") else "wait"
-    assert ok or f"the {side} at line" in reports[0].message
-
-
-def test_a_word_where_another_was_has_no_history() -> None:
-    def launch(heap):
-        old = heap.zeros(1, torch.int32, name="old")
-        sets[(1,)](old.local, 1, False)
-        sets[(1,)](old.local, 0, False)
-        heap.free(old)
-        awaits[(1,)](heap.zeros(1, torch.int32, name="new").local, 1)
-
-    (report,) = explore(launch, ranks=1, schedules=1).reports
-    assert (report.kind, "new[0] was never signalled" in str(report)) == ("deadlock", True)
+    monkeypatch.setattr(Machine, "kill", killed)
+    monkeypatch.setattr(Machine, "close", closed)
+    explore(RIGHT["ring_all_reduce"], ranks=3, schedules=20, stop=True, most=20, nbytes=1 << 16)
+    assert len(stopped) > 10
+    assert len(later) > 100
+    assert not any(later)

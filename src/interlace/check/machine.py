@@ -160,8 +160,6 @@ class Machine(Watch):
         item = fiber.item
         if item is None:
             return
-        fiber.knows.barrier()
-        fiber.knows.flush()
         done = fiber.knows.complete()
         item.left -= 1
         if item.launch is not None:
