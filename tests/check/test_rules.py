@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
+from interlace.check.fiber import reached
 from interlace.check.machine import Machine
 from interlace.check.place import shown
 from interlace.cli import app
@@ -82,6 +83,22 @@ def test_a_deadlock_tells_who_waits_for_what_and_who_could_help() -> None:
     assert "rank 0 flag[2], found 0, wanted at least 3" in text
     assert "rank 0 flag[2] was never signalled; nobody is left who could" in text
     assert f"{shown(FILE)}:{line_of('# the wait')}:" in text
+
+
+def test_a_wait_that_gave_up_is_a_report() -> None:
+    def launch(heap):
+        flag = heap.zeros(4, torch.int32, name="flag")
+        heap.abort()
+        waits[(1,)](flag.local, heap.context)
+
+    (report,) = explore(launch, ranks=2, schedules=2).reports
+    assert (report.kind, "has not signalled" in report.message) == ("error", True)
+
+
+def test_words_are_compared_beyond_the_wrap_of_32_bits() -> None:
+    low, high = -(1 << 31), (1 << 31) - 1
+    assert [reached(*each, "<") for each in ((low, high), (high, low), (high, high))] == [True, False, True]
+    assert [reached(*each, "<=") for each in ((low, high), (high, high))] == [True, False]
 
 
 @triton.jit

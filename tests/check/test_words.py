@@ -54,9 +54,10 @@ def test_descriptor_loads_rely_on_a_fence_after_stores_and_on_a_wait_after_their
 
 @triton.jit
 def two_boxes(inbox, flag, out, heap, ORDER: tl.constexpr, N: tl.constexpr):
-    """A descriptor store that is published; ORDER is S(tore), w(ait), b(arrier) and f(ence) before the signal."""
+    """A descriptor store that is published; ORDER is S(tore), w(ait), b(arrier), f(ence), s(tore) before the signal."""
     other, at = 1 - my_rank(heap), tl.arange(0, N)
-    box = tl.make_tensor_descriptor(remote(inbox, other, heap), [N], [1], [N])
+    there = remote(inbox, other, heap)
+    box = tl.make_tensor_descriptor(there, [N], [1], [N])
     for step in tl.static_range(len(ORDER)):
         if ORDER[step] == "S":
             box.store([0], at.to(tl.float32))
@@ -64,6 +65,8 @@ def two_boxes(inbox, flag, out, heap, ORDER: tl.constexpr, N: tl.constexpr):
             ptx("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
         elif ORDER[step] == "f":
             ptx("fence.proxy.async; mov.u32 $0, 0;")
+        elif ORDER[step] == "s":
+            tl.store(there + at, at.to(tl.float32))
         else:
             tl.debug_barrier()
     tl.atomic_xchg(remote(flag, other, heap), 1, sem="release", scope="sys")
@@ -73,7 +76,8 @@ def two_boxes(inbox, flag, out, heap, ORDER: tl.constexpr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize(
-    ("order", "ok"), [("Swb", True), ("Sbf", False), ("Sb", False), ("Sw", False), ("Sbw", False), ("SwSb", False)]
+    ("order", "ok"),
+    [("Swb", True), ("Swsb", True), ("Sbf", False), ("Sb", False), ("Sw", False), ("Sbw", False), ("SwSb", False)],
 )
 def test_a_descriptor_store_is_published_after_its_wait_then_a_barrier(order: str, ok: bool) -> None:
     def launch(heap):

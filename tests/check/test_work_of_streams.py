@@ -54,14 +54,16 @@ def test_an_event_says_nothing_of_what_came_after_it() -> None:
     def launch(heap, late=True):
         x, y = heap.zeros(N, name="x"), heap.zeros(N, name="y")
         with heap.stream("side"):
-            done = None if late is None else heap.event()
+            early = heap.event()
             fill[(1,)](x.local, 1.0, N)
-            done = heap.event() if not late else done
+            done = early if late else heap.event()
+        for _ in range(4):  # the other stream may be far ahead
+            fill[(1,)](y.local, 1.0, N)
         done.wait()
         heap.copy(y.local, x.local)
 
     assert explore(lambda heap: launch(heap, late=False), ranks=1, schedules=9).ok
-    assert not explore(launch, ranks=1, schedules=9).ok
+    assert not any(explore(launch, ranks=1, schedules=1, seed=seed).ok for seed in range(9))
 
 
 def test_the_end_of_a_kernel_is_the_end_of_all_its_programs() -> None:
@@ -101,3 +103,41 @@ def test_an_in_place_operation_reads_what_it_changes() -> None:
 
     assert [report.kind for report in explore(launch, ranks=1, schedules=1).reports] == ["read of unwritten memory"]
     assert explore(lambda heap: launch(heap, fills=True), ranks=1, schedules=1).ok
+
+
+def test_an_out_argument_is_written() -> None:
+    def launch(heap):
+        x, y, z = (heap.zeros(N, name=name) for name in "xyz")
+        with heap.stream("side"):
+            heap.copy(y.local, x.local)
+        torch.add(z.local, z.local, out=x.local)
+
+    assert not explore(launch, ranks=1, schedules=9).ok
+
+
+def test_a_result_of_torch_is_there_when_the_program_has_it() -> None:
+    def launch(heap):
+        x = heap.zeros(N, name="x")
+        fill[(1,)](x.local, 1.0, N)
+        more = x.local + 1
+        return lambda: torch.equal(more, torch.full((N,), 2.0))
+
+    verdict = explore(launch, ranks=1, schedules=5)
+    assert verdict.ok, verdict
+
+
+@triton.jit
+def adds_one(word):
+    tl.store(word, tl.load(word) + 1)
+
+
+def test_replays_begin_after_the_last_collective() -> None:
+    def launch(heap):
+        first, second = (heap.zeros(1, torch.int32, name=name) for name in ("first", "second"))
+        adds_one[(1,)](first.local)
+        heap.barrier()
+        adds_one[(1,)](second.local)
+        return lambda: (int(first.local), int(second.local)) == (1, 3)
+
+    verdict = explore(launch, ranks=2, schedules=3, replays=2)
+    assert verdict.ok, verdict

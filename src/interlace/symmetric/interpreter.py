@@ -296,7 +296,7 @@ def _flat(pointers: Any, mask: Any) -> Any:
 def _word(value: Any) -> str:
     """The name of an enumeration's value, in Triton's Python words."""
     word = str(value).rsplit(".", 1)[-1].lower()
-    return {"acquire_release": "acq_rel", "system": "sys", "cluster": "gpu"}.get(word, word)
+    return {"acquire_release": "acq_rel", "system": "sys"}.get(word, word)
 
 
 COMPARED = {"SLT": "<", "SLE": "<=", "SGT": ">", "SGE": ">=", "EQ": "==", "NE": "!="}
