@@ -9,111 +9,30 @@ import bugs_order  # noqa: F401 - registers
 import bugs_protocol  # noqa: F401
 import numpy as np
 import pytest
+import small_kernels
 import torch
 import triton
 import triton.language as tl
 from bug import BUGS
 from right_kernels import RIGHT
+from small_kernels import N, fill
 from typer.testing import CliRunner
 
 import interlace
 from example_files import FOLDER
 from interlace.check import explore, explore_all
-from interlace.check.order import BLOCK, GPU, LANE, PLAIN, SYS, Knowledge, Shadow
+from interlace.check.fiber import reached
+from interlace.check.machine import Machine
 from interlace.check.place import shown
 from interlace.cli import app
 from interlace.errors import ConfigError
 from interlace.symmetric.device import my_rank, next_epoch, put_signal, remote, signal, wait_until, world
 
-N = 4
 FILE = str(Path(__file__).resolve())
 
 
 def line_of(text: str) -> int:
-    """The number of the only line of this file that ends so."""
-    (found,) = [n for n, line in enumerate(Path(FILE).read_text().splitlines(), 1) if line.endswith(text)]
-    return found
-
-
-# --- clocks and elements ---------------------------------------------------------------------------------------------
-
-
-def fiber(number: int, now: np.ndarray | None = None) -> Knowledge:
-    return Knowledge(3 * number, np.zeros(12, np.int32) if now is None else now.copy())
-
-
-RANK_OF = np.array([-1] * 3 + [0] * 3 + [1] * 3 + [1] * 3)
-
-
-def write(shadow: Shadow, by: Knowledge, component: int = LANE, kind: int = PLAIN) -> None:
-    mine = by.first + component
-    shadow.note_write(np.array([0]), mine, int(by.now[mine]), 7, kind)
-
-
-def checked(shadow: Shadow, by: Knowledge, is_write: bool = False, kind: int = PLAIN, rank: int = 1):
-    return shadow.check(np.array([0]), by.now, is_write, kind, rank, RANK_OF)
-
-
-def test_a_write_is_ordered_by_what_was_published_and_by_nothing_else() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer)
-    conflict = checked(shadow, reader)
-    assert (conflict.event, conflict.earlier_is_write, conflict.component) == (7, True, 3)
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is None
-    write(shadow, writer)  # after the release
-    assert checked(shadow, reader) is not None
-
-
-def test_a_block_is_covered_only_after_a_barrier() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer, BLOCK)
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is not None
-    writer.barrier()
-    reader.learn(writer.published(True))
-    assert checked(shadow, reader) is None
-
-
-def test_a_release_by_every_thread_covers_what_one_did_only_after_a_barrier() -> None:
-    shadow, writer, reader = Shadow(1, True), fiber(1), fiber(2)
-    write(shadow, writer, LANE)
-    reader.learn(writer.published(False))
-    assert checked(shadow, reader) is not None
-    writer.barrier()
-    reader.learn(writer.published(False))
-    assert checked(shadow, reader) is None
-
-
-def test_every_concurrent_reader_is_remembered() -> None:
-    shadow, readers, writer = Shadow(1, True), [fiber(1), fiber(2)], fiber(3)
-    for reader in readers * 2:
-        first = reader.first
-        shadow.note_read(np.array([0]), first, int(reader.now[first]), 5, PLAIN, reader.now)
-    for reader in readers:
-        conflict = checked(shadow, writer, is_write=True)
-        assert not conflict.earlier_is_write
-        writer.learn(reader.published(True))
-    assert checked(shadow, writer, is_write=True) is None
-
-
-@pytest.mark.parametrize(
-    ("earlier", "later", "rank", "races"),
-    [(SYS, SYS, 1, False), (GPU, SYS, 1, True), (SYS, GPU, 1, True), (GPU, GPU, 0, False), (PLAIN, SYS, 0, True)],
-)
-def test_atomics_race_unless_their_scopes_include_each_other(earlier: int, later: int, rank: int, races: bool) -> None:
-    shadow, writer = Shadow(1, True), fiber(1)
-    write(shadow, writer, LANE, earlier)
-    conflict = checked(shadow, fiber(2), is_write=True, kind=later, rank=rank)
-    assert (conflict is not None) is races
-
-
-def test_an_element_that_is_accessed_in_parts_keeps_its_history() -> None:
-    shadow, writer = Shadow(2, False), fiber(1)
-    write(shadow, writer)
-    shadow.refine(4)
-    assert checked(shadow, fiber(2)) is not None
-    assert shadow.written.tolist() == [True] * 4 + [False] * 4
+    return small_kernels.line_of(text, FILE)
 
 
 # --- what reports hold -----------------------------------------------------------------------------------------------
@@ -164,6 +83,22 @@ def test_a_deadlock_tells_who_waits_for_what_and_who_could_help() -> None:
     assert "rank 0 flag[2], found 0, wanted at least 3" in text
     assert "rank 0 flag[2] was never signalled; nobody is left who could" in text
     assert f"{shown(FILE)}:{line_of('# the wait')}:" in text
+
+
+def test_a_wait_that_gave_up_is_a_report() -> None:
+    def launch(heap):
+        flag = heap.zeros(4, torch.int32, name="flag")
+        heap.abort()
+        waits[(1,)](flag.local, heap.context)
+
+    (report,) = explore(launch, ranks=2, schedules=2).reports
+    assert (report.kind, "has not signalled" in report.message) == ("error", True)
+
+
+def test_words_are_compared_beyond_the_wrap_of_32_bits() -> None:
+    low, high = -(1 << 31), (1 << 31) - 1
+    assert [reached(*each, "<") for each in ((low, high), (high, low), (high, high))] == [True, False, True]
+    assert [reached(*each, "<=") for each in ((low, high), (high, high))] == [True, False]
 
 
 @triton.jit
@@ -299,11 +234,6 @@ def test_setting_a_word_back_does_not_hide_the_wait_before_it() -> None:
 
 
 # --- participants other than kernels ---------------------------------------------------------------------------------
-
-
-@triton.jit
-def fill(x, value, N: tl.constexpr):
-    tl.store(x + tl.arange(0, N), tl.zeros([N], tl.float32) + value)
 
 
 def streams(heap, with_event, with_flag):
@@ -542,10 +472,11 @@ def test_all_threads_load_a_scalar_but_one_thread_releases(barrier: bool) -> Non
 
 
 @triton.jit
-def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
+def fenced(inbox, flag, out, heap, PTX: tl.constexpr, BARRIER: tl.constexpr, N: tl.constexpr):
     other, at = 1 - my_rank(heap), tl.arange(0, N)
     tl.store(remote(inbox, other, heap) + at, at.to(tl.float32))
-    tl.debug_barrier()
+    if BARRIER:
+        tl.debug_barrier()
     tl.inline_asm_elementwise(PTX, "=r", [], tl.int32, is_pure=False, pack=1)
     tl.atomic_xchg(remote(flag, other, heap), 1, sem="relaxed", scope="sys")
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < 1:
@@ -553,11 +484,14 @@ def fenced(inbox, flag, out, heap, PTX: tl.constexpr, N: tl.constexpr):
     tl.store(out + at, tl.load(inbox + at))
 
 
-@pytest.mark.parametrize(("scope", "kinds"), [("gpu", ["wrong scope"]), ("sys", [])])
-def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, kinds: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("scope", "barrier", "kinds"),
+    [("gpu", True, ["wrong scope"]), ("sys", True, []), ("sys", False, ["missing barrier"])],
+)
+def test_a_signal_reaches_no_further_than_the_fence_before_it(scope: str, barrier: bool, kinds: list[str]) -> None:
     def launch(heap):
         inbox, flag, out = heap.zeros(N, name="inbox"), heap.zeros(1, torch.int32, name="flag"), torch.zeros(N)
-        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", N)
+        fenced[(1,)](inbox.local, flag.local, out, heap.context, f"fence.acq_rel.{scope}; mov.u32 $0, 0;", barrier, N)
 
     assert [report.kind for report in explore(launch, ranks=2, schedules=5).reports] == kinds
 
@@ -605,3 +539,36 @@ def test_half_of_an_element_beyond_the_end_is_out_of_bounds(at: int, ok: bool) -
     assert [report.kind for report in explore(launch, ranks=1, schedules=1).reports] == (
         [] if ok else ["out of bounds"]
     )
+
+
+def test_every_schedule_begins_with_the_same_random_numbers() -> None:
+    drawn = set()
+
+    def launch(heap):
+        drawn.add((float(torch.rand(())), float(np.random.rand())))
+        fill[(1,)](heap.zeros(N, name="x").local, 1.0, N)
+
+    explore(launch, ranks=1, schedules=3)
+    assert len(drawn) == 1
+
+
+def test_nothing_of_a_rank_that_has_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped, later = [], []
+    kill, close = Machine.kill, Machine.close
+
+    def killed(self: Machine, rank: int) -> None:
+        stopped.append((rank, len(self.events)))
+        kill(self, rank)
+
+    def closed(self: Machine) -> None:
+        if self.dead is not None:
+            rank, begin = stopped[-1]
+            later.extend(fiber.rank == rank for fiber, *_ in self.events[begin:])
+        close(self)
+
+    monkeypatch.setattr(Machine, "kill", killed)
+    monkeypatch.setattr(Machine, "close", closed)
+    explore(RIGHT["ring_all_reduce"], ranks=3, schedules=20, stop=True, most=20, nbytes=1 << 16)
+    assert len(stopped) > 10
+    assert len(later) > 100
+    assert not any(later)

@@ -22,7 +22,7 @@ class Strategy(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Seen:
     """What a fiber saw of another's signal: whether it learned from it, and the two events."""
 
@@ -32,7 +32,7 @@ class Seen:
     signal: Signal
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Poll:
     """The reads a sleeping fiber repeats."""
 
@@ -85,7 +85,7 @@ class Stream:
     items: collections.deque[Item] = field(default_factory=collections.deque)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Fiber:
     number: int
     rank: int
@@ -95,6 +95,8 @@ class Fiber:
     item: Item | None
     knows: Knowledge
     run: Any = None
+    index: tuple[int, int, int] = (0, 0, 0)  # of a program in its grid
+    modes: list[Any] = field(default_factory=list)  # of torch functions, while it stands
     asleep: bool = False
     polls: list[Poll] = field(default_factory=list)
     known: set[Any] = field(default_factory=set)  # what it has read since it last wrote

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from interlace.check.fiber import Fiber, Item, Stream
 from interlace.check.machine import Machine
@@ -36,6 +35,20 @@ unsqueeze unflatten select as_strided detach is_floating_point is_complex is_sig
 requires_grad_ pin_memory is_pinned is_shared get_device ndimension type
 """
 VIEWS = frozenset(LOOKS.split())
+
+
+class Operations(TorchFunctionMode):
+    """Hands torch operations of host programs on known memory to their rank."""
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in VIEWS:
+            return function(*args, **(kwargs or {}))
+        return self._handle(name, function, args, kwargs or {})
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,26 +125,13 @@ class Host(Fabric):
         if not until():
             fiber.blocked, self.waiting = f"{why} ({self.machine.place()})", until
             self.machine.dirty = True
-            self._switch()
-
-    def _switch(self) -> None:
-        """To the hub; inside a torch operation the mode that handles those is off, and others need it."""
-        mode = self.machine.mode_inside
-        if mode is None:
             self.machine.hub.switch()
-            return
-        self.machine.mode_inside = None
-        _push_mode(mode)
-        try:
-            self.machine.hub.switch()
-        finally:  # ended where it stands, it leaves the operation too, which puts the mode back by itself
-            _pop_mode()
-            self.machine.mode_inside = mode
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def allocated(self, offset: int, nbytes: int, tensor: torch.Tensor, name: str, written: bool) -> None:
-        self.machine.allocated(tensor, name, self.rank, written)
+        with torch._C.DisableTorchFunction():
+            self.machine.allocated(tensor, name, self.rank, written)
 
     def freed(self, offset: int) -> None:
         self.machine.freed(self.arenas[self.rank].data_ptr() + offset)
@@ -180,8 +180,9 @@ class Host(Fabric):
         self.item(label, [], event=event)
 
     def launch(self, launch: Launch) -> None:
-        for name, tensor in launch.tensors.items():
-            self.machine.register(tensor, name, self.rank)
+        with torch._C.DisableTorchFunction():
+            for name, tensor in launch.tensors.items():
+                self.machine.register(tensor, name, self.rank)
         width, height, depth = launch.grid
         bodies: list[Callable[[], None]] = [
             lambda: launch.body(**launch.arguments) for _ in range(width * height * depth)
@@ -221,36 +222,34 @@ class Host(Fabric):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         machine, fiber = self.machine, self.machine.current
         assert fiber is not None
-        with machine.undisturbed():
-            target, source = target.reshape(-1), source.reshape(-1)
-            pieces = list(zip(target.tensor_split(PIECES), source.tensor_split(PIECES), strict=True))
+        target, source = target.reshape(-1), source.reshape(-1)
+        pieces = list(zip(target.tensor_split(PIECES), source.tensor_split(PIECES), strict=True))
         for to, of in pieces:
             if to.numel():
                 machine.pause(fiber)
                 self._touch(of, write=False, what="copy from", kind=PLAIN)
-                self._touch(to, write=True, what="copy to", kind=PLAIN, do=functools.partial(to.copy_, of))
+                written = self._touch(to, write=True, what="copy to", kind=PLAIN)
+                to.copy_(of)
+                written()
 
-    def _touch(
-        self, tensor: torch.Tensor, write: bool, what: str, kind: int, do: Callable[[], Any] | None = None
-    ) -> int:
-        """An access of a whole tensor by the fiber that runs; the machine does not switch."""
+    def _touch(self, tensor: torch.Tensor, write: bool, what: str, kind: int) -> Callable[[], None]:
+        """An access of a whole tensor by the fiber that runs; what is returned is called when it has been written."""
         machine, fiber = self.machine, self.machine.current
         assert fiber is not None
         event = machine.event(fiber, what)
-        with machine.undisturbed():
-            addresses, size = _addresses(tensor), tensor.element_size()
-            parts = machine.locate(addresses, size, write)
-            for region, at in parts:
-                component = LANE if fiber.kind == "item" else BLOCK
-                machine.touch(fiber, region, at, write, component, kind, event)
-            befores = machine._befores(addresses, size, parts) if write else {}
-            if do is not None:
-                do()
-        if write:
+        addresses, size = _addresses(tensor), tensor.element_size()
+        parts = machine.locate(addresses, size, write)
+        for region, at in parts:
+            component = LANE if fiber.kind == "item" else BLOCK
+            machine.touch(fiber, region, at, write, component, kind, event)
+        befores = machine._befores(addresses, size, parts) if write else {}
+
+        def written() -> None:
             machine.changed(fiber, parts, event)
             for address, before in befores.items():
                 machine._signalled(fiber, address, event, before, peek(address, size), "relaxed", "", what)
-        return event
+
+        return written
 
     def _word(self, flag: torch.Tensor, changes: bool, sem: str, operation: str) -> Atomic:
         return Atomic(np.array([flag.data_ptr()], np.uint64), 4, sem, "sys", changes, operation)
@@ -263,15 +262,14 @@ class Host(Fabric):
         machine.pause(machine.current)
         if machine.find(value.data_ptr()) is not None:
             self._touch(value, write=False, what="read of a flag's value", kind=PLAIN)
-        with machine.undisturbed():
-            return int(value)
+        return int(value)
 
     def _write(self, flag: torch.Tensor, value: int | torch.Tensor) -> None:
         number = self._number(value)
 
-        def do() -> None:
-            with self.machine.undisturbed():
-                flag.fill_(number)
+        def do() -> _Data:
+            flag.fill_(number)
+            return _Data(np.array([number]))
 
         self.machine.atomic(self._word(flag, True, "release", "flag write"), do)
 
@@ -279,8 +277,7 @@ class Host(Fabric):
         want = self._number(value)
 
         def do() -> _Data:
-            with self.machine.undisturbed():
-                return _Data(np.array([int(flag)]))
+            return _Data(np.array([int(flag)]))
 
         while True:
             found = self.machine.atomic(self._word(flag, False, "acquire", "flag wait"), do)
@@ -295,12 +292,9 @@ class Host(Fabric):
 
     # --- torch operations of the host program ------------------------------------------------------------------------
 
-    def operation(self, mode: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        """Called for every torch function of a host program."""
+    def operation(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        """Called for every torch function of a host program but those that only look."""
         machine = self.machine
-        name = getattr(function, "__name__", "")
-        if name in VIEWS:
-            return function(*args, **kwargs)
         touched = [tensor for tensor in _tensors((args, kwargs)) if self._known(tensor)]
         if not touched:
             return function(*args, **kwargs)
@@ -319,22 +313,20 @@ class Host(Fabric):
             for tensor in touched:
                 if not any(tensor is each for each in written):
                     self._touch(tensor, False, f"torch {name}", PLAIN)
+            done = []
             for tensor in touched:
                 if any(tensor is each for each in written):
                     if name not in ("copy_", "fill_", "zero_", "__setitem__"):
                         self._touch(tensor, False, f"torch {name}", PLAIN)
-                    self._touch(tensor, True, f"torch {name}", PLAIN)
-            with machine.undisturbed():
-                made.append(function(*args, **kwargs))
+                    done.append(self._touch(tensor, True, f"torch {name}", PLAIN))
+            made.append(function(*args, **kwargs))
+            for tell in done:
+                tell()
 
-        before, machine.mode_inside = machine.mode_inside, mode
-        try:
-            item = self.item(f"torch {name}", [body])
-            if written and kwargs.get("out") is None:
-                return args[0]
-            self.block(f"torch {name}", lambda: item.ended)
-        finally:
-            machine.mode_inside = before
+        item = self.item(f"torch {name}", [body])
+        if written and kwargs.get("out") is None:
+            return args[0]
+        self.block(f"torch {name}", lambda: item.ended)
         return made[0]
 
     def _known(self, tensor: torch.Tensor) -> bool:

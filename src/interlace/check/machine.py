@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from greenlet import greenlet
-from torch.overrides import TorchFunctionMode
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from interlace.check.fiber import Fiber, Item, Strategy, Stream
 from interlace.check.memory import Found
@@ -34,7 +35,8 @@ class Grow(Exception):
 class Machine(Watch):
     """One schedule of one launch.
 
-    `resident`: programs of a rank that run at once; `stop`: a rank, and the event at which it stops.
+    `resident`: programs of a rank that run at once; `stop`: a rank, and the event at which it stops; `mode`: what
+    torch operations of host programs go to.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Machine(Watch):
         resident: int | None = None,
         stop: tuple[int, int] | None = None,
         barriers: bool = True,
+        mode: TorchFunctionMode | None = None,
     ) -> None:
         super().__init__(arenas, capacity, barriers)
         self.size, self.strategy, self.capacity = size, strategy, capacity
@@ -56,13 +59,30 @@ class Machine(Watch):
         self.running: list[int] = [0] * size  # resident programs
         self.launches: collections.Counter[tuple[int, str]] = collections.Counter()
         self.hosts: list[Any] = []  # the ranks, `interlace.check.host.Host`
-        self.mode_inside: Any = None  # the mode of torch operations, while a host program is inside one
+        self.mode = mode
+        self.chosen: Fiber | None = None  # who is to go on, if that is known already
         self.died_at = ""
         self.dirty = True  # a stream may have something to begin
-        self.internal = 0
 
     def pause(self, fiber: Fiber) -> None:
-        self.hub.switch()
+        """Straight to the next, which may be the same, where nothing else is to be done in between."""
+        if self.dirty or fiber.asleep:
+            self.hub.switch()
+            return
+        chosen = self.strategy.choose(self.ready, fiber)
+        if chosen.kind == "host":
+            self.chosen = chosen
+            self.hub.switch()
+        elif chosen is not fiber:
+            self.enter(chosen)
+            chosen.run.switch()
+
+    def enter(self, fiber: Fiber) -> None:
+        """From now on this one runs."""
+        self.current = fiber
+        item = fiber.item
+        if item is not None and item.launch is not None:
+            item.launch.place(fiber.index)
 
     def happened(self) -> None:
         if self.stop is not None and self.dead is None and len(self.events) >= self.stop[1]:
@@ -77,7 +97,11 @@ class Machine(Watch):
             raise Grow
         fiber = Fiber(len(self.fibers), rank, kind, label, program, item, Knowledge(first, knows.copy()))
         self.rank_of[first : first + 3] = rank
+        if item is not None and item.launch is not None:
+            width, height, _ = item.launch.grid
+            fiber.index = program % width, program // width % height, program // (width * height)
         fiber.run = greenlet(body, self.hub)
+        fiber.modes = [] if self.mode is None else [self.mode]
         self.fibers.append(fiber)
         self.ready.append(fiber)
         return fiber
@@ -136,8 +160,6 @@ class Machine(Watch):
         item = fiber.item
         if item is None:
             return
-        fiber.knows.barrier()
-        fiber.knows.flush()
         done = fiber.knows.complete()
         item.left -= 1
         if item.launch is not None:
@@ -187,14 +209,11 @@ class Machine(Watch):
                 if not self.stalled():
                     return
                 continue
-            fiber = self.strategy.choose(self.ready, self.current)
-            self.current = fiber
-            item = fiber.item
-            if item is not None and item.launch is not None:
-                width, height, _ = item.launch.grid
-                index = fiber.program
-                item.launch.place((index % width, index // width % height, index // (width * height)))
-            fiber.run.switch()
+            fiber = self.chosen or self.strategy.choose(self.ready, self.current)
+            self.chosen = None
+            self.enter(fiber)
+            self.go(fiber, fiber.run.switch)
+            fiber = self.current or fiber  # others may have run since
             if fiber.run.dead:
                 if fiber in self.ready:
                     self.ready.remove(fiber)
@@ -202,6 +221,19 @@ class Machine(Watch):
                     self.ended(fiber)
             elif (fiber.asleep or fiber.blocked) and fiber in self.ready:
                 self.ready.remove(fiber)
+
+    def go(self, fiber: Fiber, act: Callable[[], Any]) -> None:
+        """Each host program has its own modes of torch functions, the checker's first; the others have none."""
+        if fiber.kind != "host":
+            act()
+            return
+        before = _len_torch_function_stack()
+        for mode in fiber.modes:
+            _push_mode(mode)
+        try:
+            act()
+        finally:
+            fiber.modes = [_pop_mode() for _ in range(_len_torch_function_stack() - before)][::-1]
 
     def unfinished(self, fiber: Fiber) -> bool:
         return not fiber.run.dead and fiber.rank != self.dead
@@ -244,29 +276,8 @@ class Machine(Watch):
 
     def close(self) -> None:
         """Ends what is unfinished."""
-        self.internal += 1
         self.current = None
         for fiber in self.fibers:
             if fiber.run is not None and not fiber.run.dead:
                 with contextlib.suppress(BaseException):
-                    fiber.run.throw()
-
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Torch operations inside are the checker's own."""
-        self.internal += 1
-        try:
-            yield
-        finally:
-            self.internal -= 1
-
-
-class Operations(TorchFunctionMode):
-    """Hands torch operations of host programs on known memory to their rank."""
-
-    def __init__(self, handle: Callable[..., Any]) -> None:
-        super().__init__()
-        self._handle = handle
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._handle(self, function, args, kwargs or {})
+                    self.go(fiber, fiber.run.throw)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from interlace.check.fiber import Fiber
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Region:
     """Memory with a name: bytes [begin, end), elements of `size` bytes.  `rank` owns it."""
 
@@ -40,6 +40,7 @@ class Region:
     freed: bool = False
     words: bool = False  # atomics use some of its elements
     waiting: dict[int, list[Fiber]] = field(default_factory=dict)  # by address
+    values: dict[Any, Any] = field(default_factory=dict)  # of what never changes: what was read, by address and type
 
     def element(self, address: int, size: int | None = None) -> str:
         index = (address - self.begin) // self.size
@@ -49,7 +50,7 @@ class Region:
         return f"rank {self.rank} {self.name}[{', '.join(where)}]"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Signal:
     """One write of a word by an atomic, or by anything else to a word atomics use."""
 
@@ -63,7 +64,7 @@ class Signal:
     seen: bool = False  # somebody has read it since
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Word:
     """A word that atomics use.  `messages`: what releases have published, by rank and scope."""
 
@@ -100,8 +101,10 @@ class Memory:
         self, tensor: torch.Tensor, name: str, rank: int, written: bool = True, constant: bool = False
     ) -> None:
         """Gives a tensor's storage a name, unless its memory has one."""
+        if self.find(tensor.data_ptr()) is not None:
+            return
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or self.find(tensor.data_ptr()) is not None:
+        if storage.nbytes() == 0:
             return
         begin = storage.data_ptr()
         if any(begin <= arena.data_ptr() < begin + storage.nbytes() for arena in self.arenas):
@@ -146,9 +149,10 @@ class Memory:
         return None
 
     def locate(self, addresses: Any, size: int, write: bool) -> list[tuple[Region, Any]]:
-        """The regions addresses lie in, with the elements' numbers."""
-        lowest = highest = int(addresses[0])
-        if len(addresses) > 1:
+        """The regions addresses lie in, with the elements' numbers; of one address, one number."""
+        if len(addresses) == 1:
+            lowest = highest = addresses.item()
+        else:
             lowest, highest = int(addresses.min()), int(addresses.max())
         first = self.find(lowest)
         if first is not None and highest + size <= first.end:
@@ -164,7 +168,7 @@ class Memory:
     @staticmethod
     def _elements(region: Region, addresses: Any, size: int) -> Any:
         if len(addresses) == 1 and size == region.size:
-            return np.array([(int(addresses[0]) - region.begin) // size], np.int64)
+            return (addresses.item() - region.begin) // size
         if size < region.size and not (region.constant or region.quiet):
             region.shadow.refine(region.size // size)
             region.size = size
@@ -179,6 +183,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + tensor.numel() * tensor.element_size()
 
 
+WORDS = {1: ctypes.c_int8, 2: ctypes.c_int16, 4: ctypes.c_int32, 8: ctypes.c_int64}
+
+
 def peek(address: int, size: int) -> int:
     """The word at an address, signed."""
+    if size in WORDS:
+        return WORDS[size].from_address(address).value
     return int.from_bytes(ctypes.string_at(address, size), "little", signed=True)

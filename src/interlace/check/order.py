@@ -5,7 +5,7 @@ clock, for the three kinds of memory operation that a release treats differently
 
     LANE    one thread's (atomics, stores of a scalar): a release by that thread covers them
     BLOCK   all threads' (blocks, loads of a scalar): covered by a release only after a barrier of the program
-    PROXY   descriptor (TMA) stores: covered only after their full wait and proxy fence, and a barrier
+    PROXY   descriptor (TMA) stores: covered only after their full wait, and a barrier
 
 Two accesses of one element, one of them a write, are ordered if the later one's clock has reached the earlier one's
 component; unless both are atomics whose scopes include each other, anything else is a race, whatever values were seen.
@@ -23,6 +23,7 @@ import numpy as np
 LANE, BLOCK, PROXY = 0, 1, 2
 PLAIN, CTA, GPU, SYS = 0, 1, 2, 3  # how strong an access is: not atomic, or atomic at a scope
 CONCURRENT = 2  # reader slots an element has before more are added
+FALSE, TRUE = b"\0", b"\1"  # an element of a NumPy array of truth values; bytes are searched quicker than arrays
 
 Clock = np.ndarray[Any, np.dtype[np.int32]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -50,10 +51,10 @@ class Knowledge:
         now[first + BLOCK] += 1
 
     def flush(self) -> None:
-        """Descriptor stores are complete; the proxy fence goes both ways."""
-        self.flushed = int(self.now[self.first + PROXY])
-        self.now[self.first + PROXY] += 1
-        self.admit()
+        """Descriptor stores are complete, and seen by all loads of this program, those of descriptors too."""
+        mine = self.first + PROXY
+        self.flushed = self.proxy[mine] = int(self.now[mine])
+        self.now[mine] += 1
 
     def admit(self) -> None:
         """Descriptor loads may rely on what is known now."""
@@ -91,108 +92,125 @@ class Conflict:
     proxy: bool = False  # ordered for ordinary loads, not for a descriptor's
 
 
+class Slots:
+    """An access of each element: who (a component; 0 is the beginning of time), when, in which event, how strong."""
+
+    __slots__ = ("event", "kind", "time", "who")
+
+    def __init__(self, count: int) -> None:
+        self.who = np.zeros(count, np.int32)
+        self.time = np.zeros(count, np.int32)
+        self.event = np.zeros(count, np.int32)
+        self.kind = np.zeros(count, np.int8)
+
+    def take(self, at: Any, component: int, time: int, event: int, kind: int) -> None:
+        self.who[at] = component
+        self.time[at] = time
+        self.event[at] = event
+        self.kind[at] = kind
+
+    def refine(self, times: int) -> None:
+        for name in self.__slots__:
+            setattr(self, name, np.repeat(getattr(self, name), times))
+
+    def late(self, at: Any, knows: Clock) -> Any:
+        """Which of some elements' accesses a clock has not reached; None if it has reached them all."""
+        if type(at) is int:
+            return True if knows.item(self.who.item(at)) < self.time.item(at) else None
+        found = knows[self.who[at]] < self.time[at]
+        return found if TRUE in found.tobytes() else None
+
+
 class Shadow:
-    """What is known of `count` elements: their last write and the reads since."""
+    """What is known of `count` elements: their last write and the reads since.
+
+    Elements are given as an array of their numbers, or one as an int, which is quicker.
+    """
 
     def __init__(self, count: int, written: bool) -> None:
-        self.writer = np.zeros(count, np.int32)  # component; 0 is the beginning of time
-        self.write_time = np.zeros(count, np.int32)
-        self.write_event = np.zeros(count, np.int32)
-        self.write_kind = np.zeros(count, np.int8)
-        self.reader = np.zeros((count, CONCURRENT), np.int32)
-        self.read_time = np.zeros((count, CONCURRENT), np.int32)
-        self.read_event = np.zeros((count, CONCURRENT), np.int32)
-        self.read_kind = np.zeros((count, CONCURRENT), np.int8)
+        self.count, self.is_whole = count, written  # whether somebody has written every element
+        self.writes = Slots(count)
+        self.reads = [Slots(count) for _ in range(CONCURRENT)]
         self.written = np.full(count, written)
 
     def refine(self, times: int) -> None:
         """Every element becomes `times` smaller ones."""
-        for name, array in vars(self).items():
-            setattr(self, name, np.repeat(array, times, axis=0))
+        self.count *= times
+        for slots in (self.writes, *self.reads):
+            slots.refine(times)
+        self.written = np.repeat(self.written, times)
 
     def check(
-        self, at: Indices, knows: Clock, write: bool, kind: int, rank: int, rank_of: np.ndarray[Any, Any]
+        self, at: Indices | int, knows: Clock, write: bool, kind: int, rank: int, rank_of: np.ndarray[Any, Any]
     ) -> Conflict | None:
         """The first earlier access that a new one conflicts with.  `kind`: PLAIN or the scope of an atomic."""
-        if len(at) == 1 and self._is_ordered(int(at[0]), knows, write):
-            return None
-        component = self.writer[at]
-        late = knows[component] < self.write_time[at]
-        if late.any():
-            late = self._weak(late, self.write_kind[at], component, kind, rank, rank_of)
-            if late.any():
-                index = int(late.argmax())
-                earlier = self.write_kind[at][index]
-                event = int(self.write_event[at][index])
-                return Conflict(index, int(component[index]), event, True, int(earlier), bool(earlier and kind))
-        if write:
-            component = self.reader[at]
-            late = knows[component] < self.read_time[at]
-            if late.any():
-                late = self._weak(late, self.read_kind[at], component, kind, rank, rank_of)
-                if late.any():
-                    index, slot = (int(i) for i in np.unravel_index(late.argmax(), late.shape))
-                    earlier = self.read_kind[at][index, slot]
-                    event = int(self.read_event[at][index, slot])
-                    return Conflict(
-                        index, int(component[index, slot]), event, False, int(earlier), bool(earlier and kind)
-                    )
-        return None
-
-    def _is_ordered(self, index: int, knows: Clock, write: bool) -> bool:
-        """Whether all earlier accesses of one element that can conflict are known, as those of most scalars are."""
-        if knows[self.writer[index]] < self.write_time[index]:
-            return False
-        return not write or not (knows[self.reader[index]] < self.read_time[index]).any()
+        found = self._conflict(self.writes, True, at, knows, kind, rank, rank_of)
+        if found is None and write:
+            for slots in self.reads:
+                read = self._conflict(slots, False, at, knows, kind, rank, rank_of)
+                if read is not None and (found is None or read.index < found.index):
+                    found = read
+        return found
 
     @staticmethod
-    def _weak(late: Any, kinds: Any, component: Any, kind: int, rank: int, rank_of: Any) -> Any:
-        """Of unordered pairs those that are not two atomics whose scopes include each other."""
-        if kind < GPU:
-            return late
-        same = rank_of[component] == rank
-        strong = (kinds == SYS) & (kind == SYS) | same & (kinds >= GPU)
-        return late & ~strong
+    def _conflict(
+        slots: Slots, is_write: bool, at: Any, knows: Clock, kind: int, rank: int, rank_of: np.ndarray[Any, Any]
+    ) -> Conflict | None:
+        late = slots.late(at, knows)
+        if late is None:
+            return None
+        if kind >= GPU:  # no conflict of two atomics whose scopes include each other
+            kinds, same = slots.kind[at], rank_of[slots.who[at]] == rank
+            late = late & ~((kinds == SYS) & (kind == SYS) | same & (kinds >= GPU))
+            if not np.any(late):
+                return None
+        index = int(np.argmax(late))
+        one = at if type(at) is int else int(at[index])
+        earlier = slots.kind.item(one)
+        both = bool(earlier and kind)
+        return Conflict(index, slots.who.item(one), slots.event.item(one), is_write, earlier, both)
 
-    def note_write(self, at: Indices, component: int, time: int, event: int, kind: int) -> None:
-        if len(at) == 1:
-            at = at[0]
-        self.writer[at] = component
-        self.write_time[at] = time
-        self.write_event[at] = event
-        self.write_kind[at] = kind
-        self.read_time[at] = 0
-        self.written[at] = True
+    def unwritten(self, at: Indices | int) -> int | None:
+        """The first of some elements that nobody has written."""
+        if self.is_whole:
+            return None
+        if type(at) is int:
+            return None if self.written.item(at) else at
+        first = self.written[at].tobytes().find(FALSE)
+        return None if first < 0 else int(at[first])  # type: ignore[index]
 
-    def note_read(self, at: Indices, component: int, time: int, event: int, kind: int, knows: Clock) -> None:
+    def note_write(self, at: Indices | int, component: int, time: int, event: int, kind: int) -> None:
+        self.writes.take(at, component, time, event, kind)
+        for slots in self.reads:
+            slots.time[at] = 0
+        if not self.is_whole:
+            self.written[at] = True
+
+    def note_read(self, at: Indices | int, component: int, time: int, event: int, kind: int, knows: Clock) -> None:
         """Takes a slot whose read is ordered before this one, or adds a slot."""
-        if len(at) == 1 and self._note_one(int(at[0]), component, time, event, kind, knows):
-            return
-        reader = self.reader[at]
-        free = knows[reader] >= self.read_time[at]
-        free &= (self.read_time[at] == 0) | (
-            self.read_kind[at] >= kind
-        )  # a weaker one may yet conflict where this does not
-        slot = free.argmax(axis=1)
-        if not free[np.arange(len(slot)), slot].all():
-            for name in ("reader", "read_time", "read_event", "read_kind"):
-                array = getattr(self, name)
-                setattr(self, name, np.concatenate([array, np.zeros_like(array)], axis=1))
-            self.note_read(at, component, time, event, kind, knows)
-            return
-        self._take(at, slot, component, time, event, kind)
+        rest: Any = at
+        for slots in self.reads:
+            rest = self._take_free(slots, rest, component, time, event, kind, knows)
+            if rest is None:
+                return
+        self.reads.append(Slots(self.count))
+        self.reads[-1].take(rest, component, time, event, kind)
 
-    def _take(self, at: Any, slot: Any, component: int, time: int, event: int, kind: int) -> None:
-        self.reader[at, slot] = component
-        self.read_time[at, slot] = time
-        self.read_event[at, slot] = event
-        self.read_kind[at, slot] = kind
-
-    def _note_one(self, index: int, component: int, time: int, event: int, kind: int, knows: Clock) -> bool:
-        """`note_read` of one element, if a slot of it is free."""
-        times, kinds = self.read_time[index].tolist(), self.read_kind[index].tolist()
-        for slot, reader in enumerate(self.reader[index].tolist()):
-            if knows[reader] >= times[slot] and (times[slot] == 0 or kinds[slot] >= kind):
-                self._take(index, slot, component, time, event, kind)
-                return True
-        return False
+    @staticmethod
+    def _take_free(slots: Slots, at: Any, component: int, time: int, event: int, kind: int, knows: Clock) -> Any:
+        """Takes the slots that are free, and returns the elements whose are not, None if all were."""
+        if type(at) is int:
+            before = slots.time.item(at)
+            if before and (knows.item(slots.who.item(at)) < before or slots.kind.item(at) < kind):
+                return at
+            slots.take(at, component, time, event, kind)
+            return None
+        times = slots.time[at]
+        free = knows[slots.who[at]] >= times
+        if kind > PLAIN:  # a weaker one may yet conflict where this does not
+            free &= (times == 0) | (slots.kind[at] >= kind)
+        if FALSE not in free.tobytes():
+            slots.take(at, component, time, event, kind)
+            return None
+        slots.take(at[free], component, time, event, kind)
+        return at[~free]

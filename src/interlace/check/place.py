@@ -39,17 +39,23 @@ def shown(file: str) -> str:
 
 
 _own: dict[str, bool] = {}
+_lines: dict[tuple[int, int], tuple[Any, tuple[str, int]]] = {}  # by code and instruction; the code, so that it stays
 
 
 def line() -> tuple[str, int]:
     """File and line of the innermost frame that is the user's."""
     frame: Any = sys._getframe(2)
     while frame is not None:
-        file = frame.f_code.co_filename
+        code = frame.f_code
+        file = code.co_filename
         own = _own.get(file)
         if own is None:
             own = _own[file] = file.startswith(OWN)
         if not own:
-            return file, frame.f_lineno
+            key = id(code), frame.f_lasti
+            found = _lines.get(key)
+            if found is None:
+                found = _lines[key] = code, (file, frame.f_lineno)
+            return found[1]
         frame = frame.f_back
     return "?", 0

@@ -27,6 +27,12 @@ NAMES = {number: name for name, number in SCOPES.items()}
 MOST_EVENTS = 400_000  # of one schedule
 MOST_COMPARISONS = 200_000  # of numbers between two events
 TICK = 1000  # nanoseconds of the machine's clock an event takes
+VERBS = {  # by volatile, proxy, write
+    (volatile, proxy, write): f"{'volatile ' * volatile}{'descriptor ' * proxy}{'store' if write else 'load'}"
+    for volatile in (False, True)
+    for proxy in (False, True)
+    for write in (False, True)
+}
 LARGEST_POLL = 32  # elements; a longer read is no poll
 
 
@@ -58,33 +64,36 @@ class Watch(Memory, ABC):
 
     def access(self, what: Access, do: Callable[[], Any]) -> Any:
         """A load or store of a program."""
-        if not len(what.addresses):
+        addresses, size, write = what.addresses, what.size, what.write
+        if not len(addresses):
             return do()
         fiber = self.current
         assert fiber is not None
-        parts = self.locate(what.addresses, what.size, what.write)
-        if parts[0][0].constant or self._own_words(parts[0][0], what.addresses, what.write):
+        parts = self.locate(addresses, size, write)
+        region = parts[0][0]
+        if region.constant:
+            return self._constant(region, what, do)
+        if region.quiet and self._own_words(region, addresses, write):
             return do()
         self.pause(fiber)
-        single = len(what.addresses) == 1
-        component = PROXY if what.proxy and what.write else LANE if single and what.write else BLOCK
+        single = len(addresses) == 1
+        component = PROXY if what.proxy and write else LANE if single and write else BLOCK
         kind = SYS if what.volatile else PLAIN
-        verb = f"{'descriptor ' if what.proxy else ''}{'store' if what.write else 'load'}"
-        event = self.event(fiber, ("volatile " if what.volatile else "") + verb)
+        event = self.event(fiber, VERBS[what.volatile, what.proxy, write])
         for region, at in parts:
-            self.touch(fiber, region, at, what.write, component, kind, event, proxy=what.proxy and not what.write)
-        befores = self._befores(what.addresses, what.size, parts) if what.write else {}
-        made = do()
-        if what.write:
+            self.touch(fiber, region, at, write, component, kind, event, proxy=what.proxy and not write)
+        if write:
+            befores = self._befores(addresses, size, parts)
+            made = do()
             self.changed(fiber, parts, event)
             for address, before in befores.items():
-                after = peek(address, what.size)
-                self._signalled(fiber, address, event, before, after, "relaxed", "", "store")
+                self._signalled(fiber, address, event, before, peek(address, size), "relaxed", "", "store")
             return made
-        words = np.unique(what.addresses) if what.volatile else what.addresses  # a word that many lanes read is one
+        made = do()
+        words = np.unique(addresses) if what.volatile else addresses  # a word that many lanes read is one
         if what.volatile and len(words) <= LARGEST_POLL:
-            for address in words:
-                self._observe(fiber, int(address), event, "relaxed", SYS)
+            for address in words.tolist():
+                self._observe(fiber, address, event, "relaxed", SYS)
         if len(words) <= LARGEST_POLL:
             self.polled(fiber, parts[0][0], words, made, event)
         else:
@@ -92,17 +101,29 @@ class Watch(Memory, ABC):
         return made
 
     @staticmethod
+    def _constant(region: Region, what: Access, do: Callable[[], Any]) -> Any:
+        """What never changes, which is no event."""
+        if what.write or len(what.addresses) > 1:
+            return do()
+        key = what.addresses.item(), what.kind
+        made = region.values.get(key)
+        if made is None:
+            made = region.values[key] = do()
+        return made
+
+    @staticmethod
     def _own_words(region: Region, addresses: Any, write: bool) -> bool:
-        """Whether a primitive uses the words at the head of a heap, which is no event; nobody else may."""
-        if region.quiet and not by_a_primitive():
+        """That a primitive uses the words at the head of a heap, which is no event; nobody else may."""
+        if not by_a_primitive():
             raise Found("out of bounds", address=int(addresses[0]), write=write, place=line())
-        return region.quiet
+        return True
 
     def _befores(self, addresses: Any, size: int, parts: list[tuple[Region, Any]]) -> dict[int, int]:
         """Values of those words among the addresses that atomics use."""
-        if not any(region.words for region, _ in parts):
-            return {}
-        return {int(a): peek(int(a), size) for a in addresses if int(a) in self.words}
+        for region, _ in parts:
+            if region.words:
+                return {a: peek(a, size) for a in addresses.tolist() if a in self.words}
+        return {}
 
     def atomic(self, what: Atomic, do: Callable[[], Any]) -> Any:
         if not len(what.addresses):
@@ -110,23 +131,24 @@ class Watch(Memory, ABC):
         fiber = self.current
         assert fiber is not None
         parts = self.locate(what.addresses, what.size, what.changes)
-        if self._own_words(parts[0][0], what.addresses, what.changes):
+        if parts[0][0].quiet and self._own_words(parts[0][0], what.addresses, what.changes):
             return do()
         self.pause(fiber)
         scope = SCOPES[what.scope]
         event = self.event(fiber, f"atomic_{what.operation}({what.sem}, {what.scope})")
-        befores = [peek(int(a), what.size) for a in what.addresses]
+        addresses = what.addresses.tolist()
+        befores = [peek(a, what.size) for a in addresses]
         made = do()
-        afters = [peek(int(a), what.size) for a in what.addresses]
+        afters = [peek(a, what.size) for a in addresses]
         swapped = what.operation == "cas" and befores == [int(w) for w in np.asarray(what.wanted).ravel()]
         write = what.changes and (what.operation != "cas" or swapped)
         for region, at in parts:
             self.touch(fiber, region, at, write, LANE, scope, event, read=what.reads)
         if what.reads:
-            for address in what.addresses:
-                self._observe(fiber, int(address), event, what.sem, scope, write)
+            for address in addresses:
+                self._observe(fiber, address, event, what.sem, scope, write)
         if write:
-            self._publish(fiber, what, event, befores, afters)
+            self._publish(fiber, what, addresses, event, befores, afters)
             for region, _ in parts:
                 region.words = True
         if write and befores != afters:
@@ -169,17 +191,19 @@ class Watch(Memory, ABC):
         narrow = min(SCOPES.get(last.scope, SYS), scope)
         return "scope" if (narrow < SYS and last.fiber.rank != fiber.rank) or narrow < GPU else ""
 
-    def _publish(self, fiber: Fiber, what: Atomic, event: int, befores: list[int], afters: list[int]) -> None:
+    def _publish(
+        self, fiber: Fiber, what: Atomic, addresses: list[int], event: int, befores: list[int], afters: list[int]
+    ) -> None:
         scope = SCOPES[what.scope]
         releases = what.sem in ("release", "acq_rel")
         made: Clock | None = None
         if releases:
-            made = self._published(fiber, len(what.addresses) == 1)
+            made = self._published(fiber, len(addresses) == 1)
         else:
             for reach, clock in fiber.knows.released.items():
                 made = clock if made is None else np.maximum(made, clock)
                 scope = min(scope, reach)
-        for address, before, after in zip((int(a) for a in what.addresses), befores, afters, strict=True):
+        for address, before, after in zip(addresses, befores, afters, strict=True):
             word = self.words.setdefault(address, Word())
             if not what.reads:
                 word.messages.clear()  # only what has read a word goes on with the releases before it
@@ -242,15 +266,16 @@ class Watch(Memory, ABC):
 
     def event(self, fiber: Fiber, what: str) -> int:
         """Notes who does what where; returns its number."""
-        file, number = line()
-        if not number and fiber.item is not None:  # a copy, a flag, a torch operation: who enqueued it
-            file, number = fiber.item.place
-        self.events.append((fiber, what, file, number))
+        where = line()
+        if not where[1] and fiber.item is not None:  # a copy, a flag, a torch operation: who enqueued it
+            where = fiber.item.place
+        number = len(self.events)
+        self.events.append((fiber, what, *where))
         self.comparisons = 0
-        if len(self.events) > MOST_EVENTS:
-            raise Found("no end", how_many=f"{len(self.events)} memory events", place=(file, number))
+        if number >= MOST_EVENTS:
+            raise Found("no end", how_many=f"{number + 1} memory events", place=where)
         self.happened()
-        return len(self.events) - 1
+        return number
 
     def touch(
         self, fiber: Fiber, region: Region, at: Any, write: bool, component: int, kind: int, event: int,
@@ -266,45 +291,53 @@ class Watch(Memory, ABC):
             raise Found(
                 "race",
                 region=region,
-                index=int(at[conflict.index]),
+                index=at if type(at) is int else int(at[conflict.index]),
                 conflict=conflict,
                 event=event,
                 write=write,
                 strength=kind,
             )
         mine = knows.first + component
-        if (not write or read) and not shadow.written[at].all() and not region.freed:
-            index = int(at[int((~shadow.written[at]).argmax())])
-            self.unwritten.append((fiber, event, region, index))
+        time = knows.now.item(mine)
+        if (not write or read) and not region.freed:
+            index = shadow.unwritten(at)
+            if index is not None:
+                self.unwritten.append((fiber, event, region, index))
         if write:
-            shadow.note_write(at, mine, int(knows.now[mine]), event, kind)
+            shadow.note_write(at, mine, time, event, kind)
         else:
-            shadow.note_read(at, mine, int(knows.now[mine]), event, kind, knows.now)
+            shadow.note_read(at, mine, time, event, kind, knows.now)
 
     # --- polling -----------------------------------------------------------------------------------------------------
 
     def polled(self, fiber: Fiber, region: Region, addresses: Any, made: Any, event: int) -> None:
         """Puts a fiber to sleep that reads the same again with nothing in between."""
-        data = np.asarray(made.data)
+        data = made.data
         if self._is_known(fiber, addresses, made, event):
             fiber.repeats += 1
         fiber.handle = made
-        poll = Poll(region, int(addresses[0]), int(data.ravel()[0]) if data.dtype.kind in "iub" else 0, event)
-        wanted = [each.wanted for each in fiber.polls if each.address == poll.address]
-        poll.wanted = wanted[-1] if wanted else None
-        fiber.polls = [*[each for each in fiber.polls if each.address != poll.address][-3:], poll]
+        address = addresses.item(0)
+        poll = Poll(region, address, int(data.item(0)) if data.dtype.kind in "iub" else 0, event)
+        polls = fiber.polls
+        for at, each in enumerate(polls):
+            if each.address == address:
+                poll.wanted = each.wanted
+                del polls[at]
+                break
+        if len(polls) > 3:
+            del polls[0]
+        polls.append(poll)
         if fiber.repeats < fiber.patience:
             return
         fiber.asleep = True
-        for each in fiber.polls:
+        for each in polls:
             each.region.waiting.setdefault(each.address, []).append(fiber)
-        if len(addresses) > 1:
-            for address in addresses[1:]:
-                region.waiting.setdefault(int(address), []).append(fiber)
+        for word in addresses[1:].tolist():
+            region.waiting.setdefault(word, []).append(fiber)
 
     def _is_known(self, fiber: Fiber, addresses: Any, made: Any, event: int) -> bool:
         """Whether a read tells what the fiber has read before; anything else is progress."""
-        key = (self.events[event][3], int(addresses[0]), len(addresses), hash(np.asarray(made.data).tobytes()))
+        key = (self.events[event][3], addresses.item(0), len(addresses), hash(made.data.tobytes()))
         if key in fiber.known:
             return True
         fiber.known.add(key)
@@ -319,7 +352,7 @@ class Watch(Memory, ABC):
         for region, at in parts:
             if region.waiting:
                 size = region.size
-                written = {region.begin + int(index) * size for index in at}
+                written = {region.begin + index * size for index in ([at] if type(at) is int else at.tolist())}
                 for address in [a for a in region.waiting if a - (a - region.begin) % size in written]:
                     for sleeper in region.waiting.pop(address):
                         self.wake(sleeper)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.backends.amd.compiler import HIPOptions
 from triton.backends.nvidia.compiler import CUDAOptions
@@ -51,6 +52,7 @@ class Results:
         return self.handles[index]
 
 
+@functools.cache
 def instructions(asm: str) -> list[str]:
     """The modelled instructions of a piece of PTX, in order.  Anything else is refused."""
     if asm in MODELS:
@@ -77,23 +79,18 @@ def inline_asm(act: Callable[[str, list[Any]], int]) -> Callable[..., Results]:
             value = act(word, values)
         handles = []
         for kind in types:
-            data = np.full(getattr(kind, "shape", (1,)) or (1,), value, dtype=interpreter._get_np_dtype(kind))
+            of = interpreter._get_np_dtype(kind)
+            data = np.full(kind.shape, value, of) if kind.is_block() else np.array([value], of)
             handles.append(interpreter.TensorHandle(data, kind.scalar))
         return Results(handles)
 
     return create_inline_asm
 
 
-def _every(pointers: Any) -> Any:
-    return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
-
-
 def store_release(pointers: Any, value: Any) -> Any:
     """As an exchange whose result nobody takes: it has an order, which the interpreter's stores have not."""
-    builder, kinds = interpreter.interpreter_builder, (interpreter._ir.ATOMIC_OP, interpreter._ir.MEM_SEMANTIC)
-    return interpreter.InterpreterBuilder.create_atomic_rmw(
-        builder, kinds[0].XCHG, pointers, value, _every(pointers), kinds[1].RELEASE, None
-    )
+    exchange, release = interpreter._ir.ATOMIC_OP.XCHG, interpreter._ir.MEM_SEMANTIC.RELEASE
+    return shortcuts.atomic(exchange, pointers, value, None, release)
 
 
 def _act(word: str, operands: list[Any]) -> int:
@@ -155,18 +152,19 @@ def before_launch(act: Callable[[], None]) -> Iterator[None]:
 # --- for the checker -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Access:
-    """A load or store of a block: addresses of the elements whose mask is set, bytes of one."""
+    """A load or store of a block: addresses of the elements whose mask is set, bytes of one, type of the pointers."""
 
     addresses: Any  # uint64, flat
     size: int
     write: bool
+    kind: Any
     volatile: bool = False
     proxy: bool = False  # by a descriptor
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Atomic:
     """An atomic on one or several words.  `changes` is False where it cannot change any, as an addition of 0."""
 
@@ -231,9 +229,19 @@ def _interpreted(function: Any, cache: dict[Any, Any]) -> Any:
     return found
 
 
+@functools.cache
+def _parameters(body: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of a kernel's parameters, and of those that are constants of the compiler."""
+    kinds = inspect.get_annotations(body)
+    names = inspect.getfullargspec(body).args
+    return tuple(names), frozenset(name for name in names if "constexpr" in str(kinds.get(name, "")))
+
+
 def _bound(called: str, body: Any, args: Any, options: dict[str, Any]) -> dict[str, Any]:
     """A kernel's arguments by name; what Triton refuses is refused."""
-    names = inspect.getfullargspec(body).args
+    names, _ = _parameters(body)
+    if len(args) == len(names) and OPTIONS.issuperset(options) and not options.keys() & names:
+        return dict(zip(names, args, strict=True))
     unknown = [key for key in options if key not in names and key not in OPTIONS]
     if unknown:
         close = nearest(unknown[0], [*names, *OPTIONS])
@@ -261,31 +269,34 @@ def _programs(called: str, grid: Any, bound: dict[str, Any]) -> tuple[int, int, 
 def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options: dict[str, Any]) -> Launch:
     body, called = _interpreted(function, cache), function.fn.__name__
     bound = _bound(called, body, args, options)
-    kinds = inspect.get_annotations(body)
+    _, constants = _parameters(body)
     tensors = {}
-    for name, value in bound.items():
-        base = getattr(value, "base", value)  # of a tensor descriptor
-        if hasattr(base, "data_ptr"):
-            base.data_ptr()  # of what has none, says so
-            tensors[name] = base
-    arguments = {
-        name: value if "constexpr" in str(kinds.get(name, "")) else interpreter._implicit_cvt(value)
-        for name, value in bound.items()
-    }
+    with torch._C.DisableTorchFunction():
+        for name, value in bound.items():
+            base = getattr(value, "base", value)  # of a tensor descriptor
+            if hasattr(base, "data_ptr"):
+                base.data_ptr()  # of what has none, says so
+                tensors[name] = base
+        arguments = {
+            name: value if name in constants else interpreter._implicit_cvt(value) for name, value in bound.items()
+        }
     return Launch(called, body, arguments, tensors, _programs(called, grid, bound))
 
 
 def _flat(pointers: Any, mask: Any) -> Any:
+    """Addresses of the elements whose mask is set."""
     data = pointers.data
     chosen = np.asarray(mask.data, dtype=bool)
-    return data.ravel() if chosen.all() else data[np.broadcast_to(chosen, data.shape)].ravel()
+    if b"\0" in chosen.tobytes():
+        data = data[np.broadcast_to(chosen, data.shape)]
+    return data.ravel()
 
 
 @functools.cache
 def _word(value: Any) -> str:
     """The name of an enumeration's value, in Triton's Python words."""
     word = str(value).rsplit(".", 1)[-1].lower()
-    return {"acquire_release": "acq_rel", "system": "sys", "cluster": "gpu"}.get(word, word)
+    return {"acquire_release": "acq_rel", "system": "sys"}.get(word, word)
 
 
 COMPARED = {"SLT": "<", "SLE": "<=", "SGT": ">", "SGE": ">=", "EQ": "==", "NE": "!="}
@@ -296,23 +307,27 @@ COMPARED |= {f"fcmp{name}": "" for name in ("OLT", "OLE", "OGT", "OGE", "OEQ", "
 
 def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
     """What takes the place of the builder's operations."""
-    kind = interpreter.InterpreterBuilder
+    kind, quick = interpreter.InterpreterBuilder, shortcuts.operations()
     builder, size_of = interpreter.interpreter_builder, shortcuts.element_sizes()
     descriptor = [False]  # set only between a descriptor operation and the load or store it makes
 
-    def load(pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool) -> Any:
+    def load(pointers: Any, mask: Any, other: Any, cache: Any, eviction: Any, volatile: bool) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        cache, eviction, volatile = cache_modifier, eviction_policy, is_volatile
         uncached = volatile or _word(cache) == "cv"
-        what = Access(_flat(pointers, mask), size_of(pointers.dtype), False, uncached, proxy)
-        return watcher.access(
-            what, lambda: kind.create_masked_load(builder, pointers, mask, other, cache, eviction, volatile)
-        )
+        addresses = pointers.data.ravel() if mask is None else _flat(pointers, mask)
+        what = Access(addresses, size_of(pointers.dtype), False, pointers.dtype.name, uncached, proxy)
+        return watcher.access(what, lambda: shortcuts.load(pointers, mask, other))
+
+    def masked_load(
+        pointers: Any, mask: Any, other: Any, cache_modifier: Any, eviction_policy: Any, is_volatile: bool
+    ) -> Any:
+        return load(pointers, mask, other, cache_modifier, eviction_policy, is_volatile)
 
     def store(pointers: Any, value: Any, mask: Any, cache: Any, eviction: Any) -> Any:
         proxy, descriptor[0] = descriptor[0], False
-        what = Access(_flat(pointers, mask), size_of(pointers.dtype), True, False, proxy)
-        return watcher.access(what, lambda: kind.create_masked_store(builder, pointers, value, mask, cache, eviction))
+        addresses = pointers.data.ravel() if mask is None else _flat(pointers, mask)
+        what = Access(addresses, size_of(pointers.dtype), True, pointers.dtype.name, False, proxy)
+        return watcher.access(what, lambda: shortcuts.store(pointers, value, mask))
 
     def descriptor_load(*args: Any) -> Any:
         descriptor[0] = True
@@ -324,11 +339,9 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
 
     def rmw(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         word = _word(operation)
-        changes = word == "xchg" or word == "and" or bool(np.any(value.data))
+        changes = word == "xchg" or word == "and" or bool(value.data if value.data.size == 1 else value.data.any())
         what = Atomic(_flat(pointers, mask), size_of(pointers.dtype), _word(sem), _word(scope), changes, word)
-        return watcher.atomic(
-            what, lambda: kind.create_atomic_rmw(builder, operation, pointers, value, mask, sem, scope)
-        )
+        return watcher.atomic(what, lambda: shortcuts.atomic(operation, pointers, value, mask, sem))
 
     def cas(pointers: Any, old: Any, new: Any, sem: Any, scope: Any) -> Any:
         changes = bool(np.any(old.data != new.data))
@@ -337,16 +350,16 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         return watcher.atomic(what, lambda: kind.create_atomic_cas(builder, pointers, old, new, sem, scope))
 
     def compare(name: str, how: str) -> Callable[..., Any]:
-        original = getattr(kind, name)
+        original = quick[name]
 
         def compared(left: Any, right: Any) -> Any:
             watcher.compared(left, right, how)
-            return original(builder, left, right)
+            return original(left, right)
 
         return compared
 
     def subtract(left: Any, right: Any) -> Any:
-        made = kind.create_sub(builder, left, right)
+        made = quick["create_sub"](left, right)
         watcher.compared(left, right, "-")
         return made
 
@@ -354,15 +367,15 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         if word != "st.release.sys":
             return watcher.ptx(word)
         pointers, value = operands
-        what = Atomic(_flat(pointers, _every(pointers)), size_of(pointers.dtype), "release", "sys", True, "store")
+        what = Atomic(pointers.data.ravel(), size_of(pointers.dtype), "release", "sys", True, "store")
         watcher.atomic(what, lambda: store_release(pointers, value))
         return 0
 
     return {
-        "create_masked_load": load,
+        "create_masked_load": masked_load,
         "create_masked_store": store,
-        "create_load": lambda p, cache, eviction, volatile: load(p, _every(p), None, cache, eviction, volatile),
-        "create_store": lambda p, value, cache, eviction: store(p, value, _every(p), cache, eviction),
+        "create_load": lambda p, cache, eviction, volatile: load(p, None, None, cache, eviction, volatile),
+        "create_store": lambda p, value, cache, eviction: store(p, value, None, cache, eviction),
         "create_descriptor_load": descriptor_load,
         "create_descriptor_store": descriptor_store,
         "create_atomic_rmw": rmw,
@@ -400,7 +413,7 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
     scope = interpreter._patch_lang(_everywhere())
     try:
         vars(builder).update(
-            _watching(watcher), **shortcuts.operations(), options=replace(options, sanitize_overflow=False)
+            {**shortcuts.operations(), **_watching(watcher)}, options=replace(options, sanitize_overflow=False)
         )
         for each in classes:
             each.run, each.__call__ = run, call

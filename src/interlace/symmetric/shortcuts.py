@@ -7,6 +7,7 @@ checks of what has the same type already.  Here they are looked up; whatever is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,44 +16,128 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.symmetric.recorded import Recorded
+
 Patches = list[tuple[Any, str, Any]]  # owner, name, what takes its place
 
 tensor, semantic, constexpr = tl.core.tensor, interpreter.TritonSemantic, tl.core.constexpr
 
 
 def take() -> Any:
-    """Puts the shortcuts in place; the result's `restore()` takes them away.
-
-    They are there once: what they look up is compared by identity, and two sets of it would not be alike.
-    """
+    """Puts the shortcuts in place; the result's `restore()` takes them away."""
     scope = interpreter._LangPatchScope()
-    if hasattr(tl.core.block_type.__init__, "is_shortcut"):
-        return scope
-    constants, constant = _constants()
-    for owner, name, member in (*_types(), *constants, *_arithmetic(constant), *_calls()):
-        scope.set_attr(owner, name, member)
+    for owner, name, member in _patches():
+        if getattr(owner, name) is not member:
+            scope.set_attr(owner, name, member)
     return scope
+
+
+@functools.cache
+def _patches() -> Patches:
+    """One set for the whole process: what it has seen, it need not look at again."""
+    elementwise = frozenset(f"create_{name}" for name in (*BINARY, "addptr"))
+    return [*_types(), *_calls(Recorded(interpreter.interpreter_builder, elementwise))]
+
+
+BINARY = {  # the builder's operations that are one of NumPy's on two values
+    name: operation
+    for operation, *names in (
+        (np.add, "add", "fadd"),
+        (np.subtract, "sub", "fsub"),
+        (np.multiply, "mul", "fmul"),
+        (np.fmod, "srem", "urem", "frem"),
+        (np.minimum, "minsi", "minui", "minimumf", "minnumf"),
+        (np.maximum, "maxsi", "maxui", "maximumf", "maxnumf"),
+        (np.less, "icmpSLT", "icmpULT", "fcmpOLT", "fcmpULT"),
+        (np.less_equal, "icmpSLE", "icmpULE", "fcmpOLE", "fcmpULE"),
+        (np.greater, "icmpSGT", "icmpUGT", "fcmpOGT", "fcmpUGT"),
+        (np.greater_equal, "icmpSGE", "icmpUGE", "fcmpOGE", "fcmpUGE"),
+        (np.equal, "icmpEQ", "fcmpOEQ", "fcmpUEQ"),
+        (np.not_equal, "icmpNE", "fcmpONE", "fcmpUNE"),
+        (np.bitwise_and, "and"),
+        (np.bitwise_or, "or"),
+        (np.bitwise_xor, "xor"),
+    )
+    for name in names
+}
 
 
 def operations() -> dict[str, Callable[..., Any]]:
     """Of the builder: pointers and offsets, and products, sums .. of numbers of one size."""
-    builder, binary_op = interpreter.interpreter_builder, interpreter.InterpreterBuilder.binary_op
     handle, unsigned, size_of = interpreter.TensorHandle, np.dtype(np.uint64), element_sizes()
 
     def create_addptr(pointers: Any, offset: Any) -> Any:
-        kind = pointers.dtype
-        return handle(pointers.data + size_of(kind) * offset.data.astype(unsigned), kind)
+        kind, data, by = pointers.dtype, pointers.data, offset.data
+        if data.shape == by.shape == (1,):
+            return handle(np.array([(data.item() + size_of(kind) * by.item()) % (1 << 64)], unsigned), kind)
+        return handle(data + size_of(kind) * by.astype(unsigned), kind)
 
-    def quick_binary_op(left: Any, right: Any, operation: Any) -> Any:
-        kind = left.dtype.scalar
-        if kind is tl.bfloat16:
-            return as_bfloat16(operation(as_float32(left), as_float32(right)))
-        made = operation(left.data, right.data)
-        if made.dtype is left.data.dtype:  # no wider than what it was made of
-            return handle(made, kind)
-        return binary_op(builder, left, right, operation)
+    def create_splat(kind: Any, value: Any) -> Any:
+        data = value.data if value.data.ndim == 0 else value.data[0]
+        return handle(np.full(kind.shape, data, value.data.dtype), value.dtype.scalar)
 
-    return {"create_addptr": create_addptr, "binary_op": quick_binary_op, **bfloat16_operations()}
+    def create_expand_dims(value: Any, axis: int) -> Any:
+        shape = list(value.data.shape)
+        shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 1)
+        return handle(value.data.reshape(shape), value.dtype.scalar)
+
+    def binary(operation: Any) -> Callable[..., Any]:
+        return lambda left, right: binary_op(left, right, operation)
+
+    made = {f"create_{name}": binary(operation) for name, operation in BINARY.items()}
+    made |= {"create_addptr": create_addptr, "create_splat": create_splat, "create_expand_dims": create_expand_dims}
+    made["create_atomic_rmw"] = lambda operation, pointers, value, mask, sem, scope: atomic(
+        operation, pointers, value, mask, sem
+    )
+    return {**made, "binary_op": binary_op, **bfloat16_operations()}
+
+
+def binary_op(left: Any, right: Any, operation: Any) -> Any:
+    kind, data = left.dtype.scalar, left.data
+    if kind is tl.bfloat16:
+        made = operation(as_float32(left), as_float32(right))
+    else:
+        made = operation(data, right.data)
+    if made.dtype == bool:
+        return interpreter.TensorHandle(made, tl.int1)
+    if kind is tl.bfloat16:
+        return as_bfloat16(made)
+    if made.itemsize > data.itemsize and not isinstance(kind, tl.pointer_type):  # wider than what it was made of
+        made = made.astype(interpreter._get_np_dtype(kind))
+    return interpreter.TensorHandle(made, kind)
+
+
+@functools.cache
+def _blank(shape: tuple[int, ...], kind: Any, value: int) -> Any:
+    """An array that nobody writes to."""
+    made = np.full(shape, value, kind)
+    made.flags.writeable = False
+    return made
+
+
+def load(pointers: Any, mask: Any, other: Any) -> Any:
+    """What a masked load of the builder gives, or one without a mask; no cache and no order."""
+    data, element = pointers.data, pointers.get_element_ty()
+    kind = interpreter._get_np_dtype(element)
+    chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
+    instead = _blank(data.shape, kind, 0) if other is None else other.data
+    return interpreter.TensorHandle(interpreter._interpreter.load(data, chosen, instead, kind), element)
+
+
+def store(pointers: Any, value: Any, mask: Any) -> None:
+    data = pointers.data
+    interpreter._interpreter.store(data, value.data, _blank(data.shape, bool, 1) if mask is None else mask.data)
+
+
+def atomic(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any) -> Any:
+    """What an atomic of the builder gives; lanes whose mask is not set get 0, not what happens to lie there."""
+    kind, data = interpreter.InterpreterBuilder, pointers.data
+    chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
+    word, order = kind.ir_rmw_op_to_interpreter_rmw_op[operation], kind.ir_sem_to_interpreter_sem[sem]
+    made = interpreter._interpreter.atomic_rmw(word, data, value.data, chosen, order)
+    if b"\0" in chosen.tobytes():
+        made = np.where(chosen, made, made.dtype.type(0))
+    return interpreter.TensorHandle(made, value.dtype.scalar)
 
 
 # Triton's interpreter keeps the 16 bits of a bfloat16 and calculates with them as with an integer.
@@ -66,9 +151,7 @@ def as_float32(operand: Any) -> Any:
 
 
 def as_bfloat16(numbers: Any) -> Any:
-    """A handle of numbers rounded to the nearest bfloat16, ties to even, as GPUs do; what comparisons give stays so."""
-    if np.asarray(numbers).dtype == bool:
-        return interpreter.TensorHandle(numbers, tl.bfloat16)
+    """A handle of numbers rounded to the nearest bfloat16, ties to even, as GPUs do."""
     single = np.asarray(numbers, np.float32)
     bits = single.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
@@ -132,21 +215,41 @@ def element_sizes() -> Callable[[Any], int]:
     return size_of
 
 
-def scalars_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
-    """`range(n)` over a number of the kernel: the interpreter's own way ends with NumPy 2.4, and warns before it."""
+def _looks(patch: Callable[..., None], builtins: Recorded) -> Callable[..., None]:
+    """Where a number of the kernel decides something: `if`, `while`, `range(n)`.
+
+    (Of the last the interpreter's own way ends with NumPy 2.4, and warns before it.)
+    """
+
+    def is_true(self: Any) -> bool:
+        data = self.handle.data
+        if data.size != 1:  # of a block, only that there is one
+            return True
+        builtins.looks += 1
+        return bool(data)
+
+    def index(self: Any) -> int:
+        builtins.looks += 1
+        return int(self.handle.data.item())
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+        scope.set_attr(tensor, "__index__", index)
+        scope.set_attr(tensor, "__bool__", is_true)
 
     return patched
 
 
+@functools.cache
+def _facts() -> dict[Any, tuple[Any, Any, Any, int]]:
+    """By type of values; one for the whole process, since the types keep what was found."""
+    return {}
+
+
 def _types() -> Patches:
-    """Types of values and blocks, made once for each shape and element."""
-    kinds, blocks = dict[Any, Any](), dict[Any, Any]()
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {(): (constexpr(1), tl.core.tuple([]))}
-    np_dtype, make_block, address = interpreter._get_np_dtype, tl.core.block_type.__init__, np.dtype(np.uint64)
+    """What a value's type tells of it, made once for each; handles without a check of what the builder has made."""
+    kinds, facts = dict[Any, Any](), _facts()
+    np_dtype, address = interpreter._get_np_dtype, np.dtype(np.uint64)
 
     def cached_np_dtype(kind: Any) -> Any:
         if isinstance(kind, tl.block_type):
@@ -158,40 +261,66 @@ def _types() -> Patches:
             found = kinds[kind] = np_dtype(kind)
         return found
 
-    def initialise(self: Any, handle: Any, kind: Any) -> None:
-        self.handle, self.type = handle, kind
-        block = kind.is_block()
-        key = tuple([int(n) for n in kind.shape]) if block else ()
-        found = shapes.get(key)
+    def facts_of(kind: Any) -> tuple[Any, Any, Any, int]:
+        """(number of elements, their shape, type of one, a number that equal types share)."""
+        element, sizes = kind.scalar, tuple([int(n) for n in kind.shape]) if kind.is_block() else ()
+        key = (type(element), element.name, getattr(element, "address_space", None), sizes)
+        found = facts.get(key)
         if found is None:
-            found = (constexpr(math.prod(key)), tl.core.tuple([constexpr(n) for n in key]))
-            shapes[key] = found
-        self.numel, self.shape = found
-        self.dtype = kind.element_ty if block else kind
+            shape = tl.core.tuple([constexpr(n) for n in sizes])
+            found = facts[key] = (constexpr(math.prod(sizes)), shape, element, len(facts))
+        kind._facts = found
+        return found
 
-    def initialise_block(self: Any, element: Any, shape: Any) -> None:
-        values = shape.values if type(shape) is tl.core.tuple else shape
-        key = (element.name, *[n.value if type(n) is constexpr else n for n in values])
-        found = blocks.get(key)
-        if found is None:
-            make_block(self, element, shape)
-            found = blocks[key] = (self.shape, self.numel, self.name)
-        self.element_ty = element
-        self.shape, self.numel, self.name = found
+    def initialise(self: Any, made: Any, kind: Any) -> None:
+        self.handle, self.type = made, kind
+        try:
+            self.numel, self.shape, self.dtype, self.key = kind._facts
+        except AttributeError:
+            self.numel, self.shape, self.dtype, self.key = facts_of(kind)
 
-    initialise_block.is_shortcut = True  # type: ignore[attr-defined]
+    def initialise_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
     return [
         (interpreter, "_get_np_dtype", cached_np_dtype),
         (tensor, "__init__", initialise),
-        (tl.core.block_type, "__init__", initialise_block),
-        (interpreter.TensorHandle, "__post_init__", lambda handle: None),
+        (interpreter.TensorHandle, "__init__", initialise_handle),
     ]
 
 
-def _constants() -> tuple[Patches, Callable[..., Any]]:
-    """Python's numbers as values, made once for each; and how the others ask for one."""
-    numbers = dict[Any, Any]()
-    make_tensor, make_constant = semantic.to_tensor, semantic.scalar_constant
+def _wide(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Reductions and scans, those of bfloat16 by way of float32."""
+
+    def cast(value: Any, kind: Any) -> Any:
+        made = as_bfloat16(value.handle.data) if kind is tl.bfloat16 else as_float32(value.handle)
+        made = made if kind is tl.bfloat16 else interpreter.TensorHandle(made, kind)
+        return tensor(made, value.type.with_element_ty(kind) if value.type.is_block() else kind)
+
+    def applied(self: Any, given: Any) -> Any:
+        if not isinstance(given, tuple):
+            return applied(self, (given,))[0]
+        narrow = [getattr(each, "dtype", None) is tl.bfloat16 for each in given]
+        if not any(narrow):
+            return apply(self, given)
+        wide = tuple(
+            [cast(each, tl.float32) if is_narrow else each for each, is_narrow in zip(given, narrow, strict=True)]
+        )
+        made = apply(self, wide)
+        return tuple(
+            [cast(each, tl.bfloat16) if is_narrow else each for each, is_narrow in zip(made, narrow, strict=True)]
+        )
+
+    return applied
+
+
+def _calls(builtins: Recorded) -> Patches:
+    """How a builtin is called; Python's whole numbers as values, made once for each."""
+    unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.core.tuple)
+    numbers, make_tensor = dict[int, Any](), semantic.to_tensor
+
+    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
+        changes.set_attr(owner, name, builtins.wrapped(getattr(member, "__wrapped__", member), name))
 
     def to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
         if type(value) is tensor:
@@ -200,95 +329,8 @@ def _constants() -> tuple[Patches, Callable[..., Any]]:
             return make_tensor(self, value, check_type)
         found = numbers.get(value)
         if found is None:
-            found = numbers[value] = make_tensor(self, value)
+            found = numbers[value] = builtins.keep(make_tensor(self, value))
         return found
-
-    def constant(self: Any, value: Any, dtype: Any) -> Any:
-        key = (value, type(value), dtype)
-        found = numbers.get(key)
-        if found is None:
-            found = numbers[key] = make_constant(self, value, dtype)
-        return found
-
-    return [(semantic, "to_tensor", to_tensor), (semantic, "scalar_constant", constant)], constant
-
-
-def _is_whole(kind: Any) -> bool:
-    return kind is tl.int32 or kind is tl.int64
-
-
-def _is_usual(kind: Any) -> bool:
-    return kind is tl.int32 or kind is tl.int64 or kind is tl.float32
-
-
-def _spread(scalar: Any, block: Any) -> Any:
-    data = np.full(block.handle.data.shape, scalar.handle.data, dtype=scalar.handle.data.dtype)
-    return tensor(interpreter.TensorHandle(data, scalar.dtype), block.type)
-
-
-def _arithmetic(constant: Callable[..., Any]) -> Patches:
-    """Two operands that fit each other already, or nearly; casts to the same type."""
-    check_types, convert = semantic.binary_op_type_checking_impl, semantic.cast
-    make_alike, add = semantic.broadcast_impl_value, semantic.add
-
-    def checked(self: Any, left: Any, right: Any, *flags: Any, **options: Any) -> Any:
-        """Numbers of one usual type, some of them Python's, of one shape or one of them a scalar."""
-        if type(left) is int and type(right) is tensor and _is_whole(right.dtype):
-            left = constant(self, left, right.dtype) if abs(left) < 1 << 31 else left
-        elif type(right) is int and type(left) is tensor and _is_whole(left.dtype):
-            right = constant(self, right, left.dtype) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor and left.dtype is right.dtype and _is_usual(left.dtype):
-            if left.shape is right.shape:
-                return left, right
-            if not left.shape.values:
-                return _spread(left, right), right
-            if not right.shape.values:
-                return left, _spread(right, left)
-        return check_types(self, left, right, *flags, **options)
-
-    def cast(self: Any, value: Any, kind: Any, rounding: Any = None) -> Any:
-        return value if value.dtype is kind else convert(self, value, kind, rounding)
-
-    def broadcast(self: Any, left: Any, right: Any) -> Any:
-        return (left, right) if left.shape is right.shape else make_alike(self, left, right)
-
-    def added(self: Any, left: Any, right: Any, sanitize_overflow: bool) -> Any:
-        """A pointer, or pointers, and offsets; the usual numbers of one shape."""
-        if type(right) is int and type(left) is tensor and left.dtype is not tl.int1:
-            right = constant(self, right, tl.int32) if abs(right) < 1 << 31 else right
-        if type(left) is tensor and type(right) is tensor:
-            if left.shape is right.shape:
-                if left.dtype is right.dtype and _is_usual(left.dtype):
-                    made = self.builder.create_add if left.dtype is not tl.float32 else self.builder.create_fadd
-                    return tensor(made(left.handle, right.handle), left.type)
-                if _is_whole(right.dtype) and left.dtype.is_ptr():
-                    return tensor(self.builder.create_addptr(left.handle, right.handle), left.type)
-            elif _is_whole(right.dtype) and not left.shape.values and left.dtype.is_ptr():
-                made = self.builder.create_addptr(left.handle, right.handle)
-                return tensor(made, tl.core.block_type(left.dtype, right.shape))
-        return add(self, left, right, sanitize_overflow)
-
-    return [
-        (semantic, "binary_op_type_checking_impl", checked),
-        (semantic, "broadcast_impl_value", broadcast),
-        (semantic, "add", added),
-        (semantic, "cast", cast),
-    ]
-
-
-def _calls() -> Patches:
-    """How a builtin is called, and what it does to its arguments first."""
-    unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.core.tuple)
-
-    def patch(owner: Any, name: str, member: Any, builder: Any, changes: Any) -> None:
-        """A builtin that is given the interpreter's semantics, without a wrapper around a wrapper."""
-        raw = getattr(member, "__wrapped__", member)
-
-        def call(*args: Any, **options: Any) -> Any:
-            options["_semantic"] = interpreter.interpreter_semantic
-            return raw(*args, **options)
-
-        changes.set_attr(owner, name, call)
 
     def unwrapped(value: Any) -> Any:
         kind = type(value)
@@ -297,7 +339,9 @@ def _calls() -> Patches:
         return unwrap(value) if kind in nested else value
 
     return [
+        (interpreter.ReduceScanOpInterface, "apply", _wide(interpreter.ReduceScanOpInterface.apply)),
         (interpreter, "_patch_attr", patch),
-        (interpreter, "_patch_lang_tensor", scalars_as_bounds(interpreter._patch_lang_tensor)),
+        (interpreter, "_patch_lang_tensor", _looks(interpreter._patch_lang_tensor, builtins)),
+        (semantic, "to_tensor", to_tensor),
         (tl.core, "_unwrap_if_constexpr", unwrapped),
     ]
