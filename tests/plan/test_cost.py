@@ -244,6 +244,12 @@ def test_slower_links_never_save_time() -> None:
         assert seconds(plan, model="1.2b", topology=slow) >= seconds(plan, model="1.2b", topology=fast)
 
 
+def test_stages_on_two_machines_send_over_the_link_between_them() -> None:
+    slow = replace(H200, links=(H200.links[0], replace(H200.links[-1], bandwidth=1e9, collective=())))
+    for plan in ("pp=4 tp=4 micro_batches=4", "pp=16 micro_batches=4"):  # the first two are on one machine
+        assert seconds(plan, model="1.2b", topology=slow) > 1.05 * seconds(plan, model="1.2b")
+
+
 def test_with_experts_their_axis_is_tried() -> None:
     experts = ("model.num_experts=8", "model.expert_ffn_size=4096", "model.experts_per_token=2")
     found = search(configured("1.2b", "", 16, 4096, *experts), 4, H200)

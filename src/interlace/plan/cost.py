@@ -160,8 +160,9 @@ def price(
     events: list[Event] = []
     if exact:
         nbytes = _message(config, cfg, plan, sequences) if plan.pp > 1 else 0
-        link = topology.link((0, plan.world // plan.pp)) if plan.pp > 1 else None
-        message, stages = link.transfer_seconds(nbytes) if link else 0.0, len(cut) // plan.pp
+        apart, stages = plan.world // plan.pp, len(cut) // plan.pp
+        links = (topology.link((place * apart, (place + 1) * apart)) for place in range(plan.pp - 1))
+        message = max((link.transfer_seconds(nbytes) for link in links), default=0.0)  # some may leave a machine
         parts = [(f, i, w + adding / stages) for f, i, w in (one.parts for one in passes)]
         costs = with_transfers(parts, sum(inside.values()), 1 / stages, message, nbytes)
         if plan.unsharded:
