@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_bytes(b"0F0,\xff")
     with pytest.raises(PlanError, match="must be UTF-8 text, found byte 0xff"):
         read_csv(tmp_path / "bad.csv")
+
+
+def test_a_long_table_is_proved_in_time_that_grows_as_it_does() -> None:
+    def seconds(micro_batches: int) -> float:
+        lowered = lower(generate("interleaved", 2, micro_batches, 3), 3, fixed=True)
+        begin = time.process_time()
+        validate(lowered)
+        return time.process_time() - begin
+
+    assert seconds(400) < 24 * seconds(50)
