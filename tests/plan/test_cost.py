@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +270,10 @@ def test_the_command_ranks_layouts_and_refuses_mistakes(tmp_path: Path) -> None:
     command = "interlace train --set model.preset=1.2b --set train.precision=bf16 --set train.compile=true"
     assert best.startswith(f"{command} --set train.global_batch=8 --set data.documents=joined --parallel")
     assert best.split('"')[1] in first
+    words = shlex.split(best)
+    asked = [word for flag, word in pairwise(words) if flag == "--set"]
+    given_here = load(None, ["train.precision=bf16", "train.compile=true", *given[5::2]], words[-1], preset="1.2b")
+    assert load(None, asked, words[-1]) == given_here  # as `train` reads it
     found = json.loads(run(*given, "--json").stdout)
     assert found["layouts"][0]["plan"] == best.split('"')[1]
     parts = ("products", "attention", "memory", "optimizer", "bubble")
