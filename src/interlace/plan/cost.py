@@ -20,7 +20,7 @@ the figures are to measured steps: benchmarks/results/2026-11-30-planned-steps.m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,23 +159,8 @@ def price(
     inside = {axis: seconds / count for axis, seconds in exposed.items() if axis != "dp"}
     events: list[Event] = []
     if exact:
-        nbytes = _message(config, cfg, plan, sequences) if plan.pp > 1 else 0
-        apart, stages = plan.world // plan.pp, len(cut) // plan.pp
-        links = (topology.link((place * apart, (place + 1) * apart)) for place in range(plan.pp - 1))
-        message = max((link.transfer_seconds(nbytes) for link in links), default=0.0)  # some may leave a machine
-        parts = [(f, i, w + adding / stages) for f, i, w in (one.parts for one in passes)]
-        costs = with_transfers(parts, sum(inside.values()), 1 / stages, message, nbytes)
-        if plan.unsharded:
-            costs = replace(costs, unshard=[_unshard(config, cfg, topology, first, names) for names in cut])
-        some = count if complete or plan.schedule not in FORMS else min(count, ROUNDS * plan.pp + count % plan.pp)
-        bubbles = []
-        for number in (some, some - plan.pp) if some < count else (some,):
-            table = table_of(plan, number) if plan.pp > 1 else generate("1f1b", 1, number)
-            made = planned(table, costs, inside, 1 / stages, exposed.get("dp", 0.0), update)
-            events = events or made
-            ended = makespan(made) - exposed.get("dp", 0.0) - update
-            bubbles.append(ended - number * (sum(own.parts) + adding + sum(inside.values())))
-        bubble = max(0.0, bubbles[0] + (count - some) / plan.pp * (bubbles[0] - bubbles[-1]))
+        parts = [one.parts for one in passes]
+        events, bubble = _simulated(config, cfg, topology, cut, parts, adding, exposed, update, first, complete)
     else:
         bubble = (computed + count * sum(inside.values())) * _bubble(plan, count) if plan.pp > 1 else 0.0
     return Cost(
@@ -189,6 +174,47 @@ def price(
         flops=3 * batch * length * sum(operation.causal for operation in operations(cfg, length)),
         events=events,
     )
+
+
+def _simulated(
+    config: Config,
+    cfg: ModelConfig,
+    topology: Topology,
+    cut: Sequence[tuple[str, ...]],
+    parts: Sequence[tuple[float, float, float]],
+    adding: float,
+    exposed: Mapping[str, float],
+    update: float,
+    first: int,
+    complete: bool,
+) -> tuple[list[Event], float]:
+    """Events of the step, and its bubble on the busiest rank, `first`.
+
+    parts: F, I and W of each stage.  adding: seconds in which a micro-batch's gradients are added up.
+    """
+    plan = config.plan
+    count, sequences = micro_batching(config, plan)
+    inside = {axis: seconds / count for axis, seconds in exposed.items() if axis != "dp"}
+    nbytes = _message(config, cfg, plan, sequences) if plan.pp > 1 else 0
+    apart, stages = plan.world // plan.pp, len(cut) // plan.pp
+    links = (topology.link((place * apart, (place + 1) * apart)) for place in range(plan.pp - 1))
+    message = max((link.transfer_seconds(nbytes) for link in links), default=0.0)  # some may leave a machine
+    whole = [(f, i, w + adding / stages) for f, i, w in parts]
+    costs = with_transfers(whole, sum(inside.values()), 1 / stages, message, nbytes)
+    if plan.unsharded:
+        costs = replace(costs, unshard=[_unshard(config, cfg, topology, first, names) for names in cut])
+    home = placement_of(plan) if plan.pp > 1 else (0,)
+    busy = sum(sum(part) for at, part in zip(home, parts, strict=True) if at == first * plan.pp // plan.world)
+    some = count if complete or plan.schedule not in FORMS else min(count, ROUNDS * plan.pp + count % plan.pp)
+    events: list[Event] = []
+    bubbles = []
+    for number in (some, some - plan.pp) if some < count else (some,):
+        table = table_of(plan, number) if plan.pp > 1 else generate("1f1b", 1, number)
+        made = planned(table, costs, inside, 1 / stages, exposed.get("dp", 0.0), update)
+        events = events or made
+        ended = makespan(made) - exposed.get("dp", 0.0) - update
+        bubbles.append(ended - number * (busy + adding + sum(inside.values())))
+    return events, max(0.0, bubbles[0] + (count - some) / plan.pp * (bubbles[0] - bubbles[-1]))
 
 
 def _share(config: Config, rank: int, count: int) -> Share:
