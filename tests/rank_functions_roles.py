@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections import OrderedDict
@@ -158,12 +159,63 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("whole to row", lambda: split_own(Gated, {"a": Role.ROW})(seeded(3, 5).float()))
     for name, way in {"leaves": lambda x: x, "leaves as a view": lambda x: {"logits": x.flatten()}}.items():
         attempt(name, lambda way=way: split_own(lambda: Ending(way), {"head": Role.COLUMN})(seeded(3, 5).float()))  # type: ignore[misc]
+    for name, (way, kept) in FUSED.items():
+        roles = {"fused": (Role.COLUMN, kept), "down": Role.ROW}
+        attempt(name, lambda way=way, roles=roles: as_one_process(split_own, way, roles))  # type: ignore[misc]
+    attempt(
+        "fixed heads",
+        lambda: split_own(FixedHeads, {"q": (Role.COLUMN, 2), "out": (Role.ROW, 2)})(seeded(3, 5).float()),
+    )
+    attempt("tokens", lambda: split_own(Words, VOCABULARY)(torch.tensor([[1, 13]])))
+    attempt("a negative token", lambda: split_own(Words, VOCABULARY)(torch.tensor([[-1, 1]])))
     cut = {"[qkv]": (Role.COLUMN, 3), "out": Role.ROW}
     attempt("cuts", lambda: split_own(Headed, cut)(seeded(2, 5, 8).float()))
     three = {"0": Role.COLUMN, "1": Role.ROW}
     attempt("a square", lambda: split_own(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), three)(x56()))
     attempt("another fault", lambda: other_fault(split_own(Gated, {"[ab]": Role.COLUMN, "down": Role.ROW})))
     return said
+
+
+VOCABULARY = {"words": Role.VOCAB, "head": Role.VOCAB}
+# How two products that are one are told apart, and how many rows the table says stay together.
+FUSED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, ...]], int]] = {
+    "one behind another": (lambda x: x.chunk(2, dim=-1), 1),
+    "said to alternate": (lambda x: x.chunk(2, dim=-1), 2),
+    "sliced": (lambda x: (x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]), 2),
+    "glu": (lambda x: (nn.functional.glu(x), torch.ones(())), 2),
+    "alternating": (lambda x: (x[..., ::2], x[..., 1::2]), 2),
+    "in pairs": (lambda x: tuple(x.unflatten(-1, (-1, 2)).unbind(-1)), 2),
+    "cut by rows": (lambda x: (torch.cat([part[..., ::2] for part in x.split(2)]), x[..., 1::2]), 2),
+}
+
+
+class Fused(nn.Module):
+    """A gate and what it lets pass from one product."""
+
+    def __init__(self, way: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.fused, self.down, self.way = nn.Linear(5, 16), nn.Linear(8, 5), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.way(self.fused(x))
+        return self.down(torch.tanh(gate) * up)
+
+
+def as_one_process(split_own: Callable[..., Any], way: Callable[[Tensor], Any], roles: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain, x = Fused(way).double(), seeded(3, 5)
+    close(split_own(lambda: copy.deepcopy(plain), roles)(x).detach(), plain(x).detach(), "fused")
+
+
+class FixedHeads(nn.Module):
+    """Counts its heads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.q(x).view(-1, 4, 2).tanh().flatten(1))
 
 
 class Ending(nn.Module):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.collectives import Meter, make_groups
 from interlace.errors import ConfigError, PlanError, nearest
 from interlace.launch import join
 from interlace.mesh import FOLDS, ORDER, Mesh
+from interlace.parallel import optimizers
 from interlace.parallel.data import DataParallel
+from interlace.parallel.meeting import Meeting
 from interlace.parallel.part import holding
 from interlace.parallel.roles import KINDS, Roles, resolve, split_module
 from interlace.parallel.tensor import Axis
@@ -59,7 +58,7 @@ def parallelize(
     Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
     mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
     divide by tp; `ConfigError` for a role of an unknown parameter, what `DataParallel` refuses, and, when it steps, an
-    optimizer of the module's own parameters.
+    optimizer of the module's own parameters, or one that would train other numbers (`parallel.optimizers`).
     """
     _check(module)
     found = resolve(module, roles or {})
@@ -92,23 +91,10 @@ def parallelize(
         parts=parts,
         tensor=groups.by_axis.get("tp"),
     )
-    _watch_optimizers(model)
+    if size > 1:
+        model.meeting = Meeting(dist.distributed_c10d._get_default_store(), rank, size, timeout)
+    optimizers.watch(model)
     return model
-
-
-def _watch_optimizers(model: DataParallel) -> None:
-    """Refuses the step of an optimizer of the module's own parameters, which have no gradients: it would do nothing."""
-    own = {id(parameter): name for name, parameter in model.module.named_parameters()}
-
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if name := own.get(id(parameter)):
-                raise ConfigError(
-                    f"the optimizer holds {name} of the module itself, which gets no gradient; make it of the "
-                    "parameters() of what parallelize returned."
-                )
-
-    weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
 
 
 def _check(module: nn.Module) -> None:

@@ -24,9 +24,10 @@ micro-batch): a static property too.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -80,7 +81,7 @@ class DataParallel(nn.Module):
     optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  Parameters frozen
     since the module was wrapped keep their values, whatever the optimizer does.  The module's own parameters are views
     that read as NaN where they are not gathered; `state_dict` and `whole_parameters` give whole ones.  Buffers are rank
-    0's at the start and each rank's own from then on.
+    0's at the start and each rank's own from then on.  What float16 computes may be scaled by `torch.amp.GradScaler`.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class DataParallel(nn.Module):
         self._phase = "rest"  # "rest" | "forward" | "backward"
         self._stale = False
         self._adding = False  # gradients of earlier passes wait for this one
+        self.meeting: Callable[[str], None] | None = None  # returns when every rank has called it
+        self._autocasts = False  # to float16, in the last forward pass
         self._next_gather = 0
         self._next_item = 0
         self._round: Round | None = None
@@ -240,6 +243,19 @@ class DataParallel(nn.Module):
         return [self.group] if self.tensor is None else [self.group, self.tensor]
 
     @property
+    def holds_part(self) -> bool:
+        """Whether this rank holds other main weights, and so other gradients, than some other one."""
+        return self.sharded or self.tensor is not None
+
+    @property
+    def shares_overflow(self) -> bool:
+        """Whether the last forward pass computed in float16: a gradient that overflows on one rank then does on all.
+
+        So a loss scaler, which looks at its own rank's gradients, skips the same steps everywhere.
+        """
+        return self.holds_part and (self._autocasts or any(flat.compute_dtype == torch.float16 for flat in self.flats))
+
+    @property
     def stands_first(self) -> bool:
         """Whether this rank is the one of its tensor group that speaks for what all of them have alike: the loss."""
         return self.tensor is None or self.tensor.rank == 0
@@ -285,12 +301,14 @@ class DataParallel(nn.Module):
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter in full, from the main weights, unit by unit.  Collective; use each before the next."""
+        self._meet("whole_parameters")
         self.settle()
         for flat in self.flats:
             yield from flat.whole(flat.main)
 
     def whole_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every trainable parameter's reduced gradient in full, after a backward pass.  Collective."""
+        self._meet("whole_gradients")
         for flat in self._trainable:
             trained = {member.name for member in flat.members if member.parameter.requires_grad}
             yield from (named for named in flat.whole(flat.gradient()) if named[0] in trained)
@@ -339,17 +357,28 @@ class DataParallel(nn.Module):
 
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
+        self.refuse_unreduced("clip_grad_norm_")
         norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
         norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
 
+    def refuse_unreduced(self, what: str) -> None:
+        """`ConfigError` where the gradients at hand are this rank's alone."""
+        if self.group.size > 1 and any(flat.is_unreduced for flat in self._trainable):
+            raise ConfigError(
+                f"{what} found gradients that were not added up over ranks, since the last backward pass ran inside "
+                "no_sync(); run a step's last one outside of it, the last of a shorter accumulation too."
+            )
+
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
+        self._meet("digest")
         self.settle()
         return digest(self.flats, everywhere or (self.group.rank == 0 and self.stands_first))
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        self._meet("state_dict")
         self.settle()
         destination = {} if destination is None else destination
         for name, value in whole_state(self.module, self.flats).items():
@@ -362,10 +391,16 @@ class DataParallel(nn.Module):
         Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
         another shape.
         """
+        self._meet("load_state_dict", always=True)
         self.settle()
         found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
+
+    def _meet(self, name: str, always: bool = False) -> None:
+        """Before a call that every rank has to make: where it gathers, or `always`."""
+        if self.meeting is not None and (always or self.holds_part):
+            self.meeting(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> DataParallel:
         """Of `.to()`, `.cuda()`, `.half()` and the like: nothing, or a refusal."""
@@ -565,6 +600,8 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
             for flat in self._trainable:
                 flat.release()
+        device = self.group.device.type
+        self._autocasts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
         self._phase = "forward"
         self._next_gather = 0
         for flat in self.root.flats:
@@ -772,6 +809,18 @@ class DataParallel(nn.Module):
         self._rest()
         if self.sync:
             self._refuse_apart()
+            if self.shares_overflow:
+                self._share_overflow()
+
+    def _share_overflow(self) -> None:
+        """Makes a gradient infinite here if one of any rank is not finite."""
+        gradients = [leaf.grad for flat in self._trainable for leaf in flat.leaves if leaf.grad is not None]
+        own = torch.zeros(1, dtype=torch.float64, device=self.group.device)
+        for gradient in gradients:
+            own += ~gradient.isfinite().all()
+        found = sum_scalars(own, self.axes, name="overflow") > 0
+        for gradient in gradients:
+            gradient[:1] += torch.where(found, math.inf, 0.0).to(gradient.dtype)
 
     def _refuse_apart(self) -> None:
         """After the first reduction: gradients that differ over the tensor axis and should not."""

@@ -584,6 +584,11 @@ class Flat:
             self._unreduced = True
             self._hand_out(self.grad[self.held[0] : self.held[1]])
 
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether the leaves show what this rank alone has added up."""
+        return self._unreduced and any(leaf.grad is not None for leaf in self.leaves)
+
     def _hand_out(self, held: torch.Tensor) -> None:
         begin = self.held[0]
         for leaf, start in zip(self.leaves, self._leaf_starts, strict=True):

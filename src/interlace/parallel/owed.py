@@ -72,7 +72,8 @@ def refuse(apart: Iterable[tuple[Flat, str, torch.Tensor]]) -> None:
         if (share := difference.item()) > max(APART, 4 * torch.finfo(flat.compute_dtype).eps):
             raise NumericsError(
                 f"the gradient of {name} is not the same on all ranks of tp ({100 * share:.2g} % apart), so what it "
-                "works on must be split; give the module around it the role SPLIT."
+                "works on must be split; give the module around it the role SPLIT, or, if it is random (functional "
+                "dropout), the same seed to all ranks of tp."
             )
 
 

@@ -4,17 +4,21 @@ A COLUMN product makes a slice of its features, and a ROW product takes one.  So
 that belong together, or cuts them in different places, ends where a tensor of one size meets another.  Where two are
 cut differently the sizes alone tell, before anything runs (`check`).  Which product feeds which only a run tells: until
 the module has run once, `Watch` looks at what its products are given and make, then it is gone.
+
+Products that were fused, one behind another in the rows of one COLUMN weight (gate and up, or query, key and value),
+have shapes that fit however they are cut, but a slice of these rows is no slice of each product: that is refused too.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from interlace.errors import ConfigError
@@ -22,11 +26,24 @@ from interlace.parallel.part import Part
 from interlace.spec import Role
 
 Given = Mapping[str, tuple[Role, int]]
+OWN_COUNT = (
+    "let the module count heads from what it is given (-1 in a view), or set the numbers it keeps to those of one rank"
+)
+CUTTING = (
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "tensor_split",
+    "narrow",
+    "unsafe_chunk",
+    "unsafe_split",
+    "__getitem__",
+)
 
 
 def check(splitting: Given, parts: Mapping[str, Part]) -> None:
     """`ConfigError` for a ROW product cut elsewhere than every COLUMN product of its size in the nearest module around
-    it that has one."""
+    it that has one, and for a COLUMN product there with more rows that stay together than any ROW product takes."""
     for name, (role, chunk) in splitting.items():
         if role is not Role.ROW:
             continue
@@ -36,6 +53,9 @@ def check(splitting: Given, parts: Mapping[str, Part]) -> None:
             scope = scope.rpartition(".")[0]
             inside = f"{scope}." if scope else ""
             near = [other for other, (its, _) in splitting.items() if its is Role.COLUMN and other.startswith(inside)]
+        takers = [other for other, (its, _) in splitting.items() if its is Role.ROW and other.startswith(inside)]
+        for other in near:
+            _refuse_fused(other, takers, splitting, parts)
         equal = [other for other in near if parts[f"{other}.weight"].shape[0] == row.shape[1]]
         cuts = [parts[f"{other}.weight"].slicing for other in equal]
         if equal and all((cut.bounds, cut.copies) != (row.bounds, row.copies) for cut in cuts):
@@ -44,6 +64,20 @@ def check(splitting: Given, parts: Mapping[str, Part]) -> None:
                 f"roles cuts the {row.shape[1]} features of {equal[0]} (COLUMN) at {_cuts(cuts[0].bounds)} and those "
                 f"of {name} (ROW) at {_cuts(row.bounds)}, since {kept} and {chunk} stay together; give both the same."
             )
+
+
+def _refuse_fused(name: str, takers: Sequence[str], splitting: Given, parts: Mapping[str, Part]) -> None:
+    """Heads, or features, of a COLUMN product are those of a ROW product that takes them, or several share one."""
+    rows, chunk = parts[f"{name}.weight"].shape[0], splitting[name][1]
+    taken = {other: parts[f"{other}.weight"].shape[1] // splitting[other][1] for other in takers}
+    if any(count % (rows // chunk) == 0 for count in taken.values()):
+        return
+    other = takers[0]
+    raise ConfigError(
+        f"roles makes {name} COLUMN, whose {rows} rows are {rows // chunk} of {chunk} that stay together, and {other} "
+        f"(ROW) takes {taken[other]}; if {name} is several products one behind another, give each a linear of its own, "
+        "and if their rows alternate, give the number that belongs together."
+    )
 
 
 def _cuts(bounds: tuple[int, ...]) -> str:
@@ -61,6 +95,34 @@ class _Product:
     features: int
     chunk: int
     made: weakref.ref[Tensor] | None = None
+
+
+class _Cuts(TorchFunctionMode):
+    """Refuses to cut what a COLUMN product makes along its features: a piece of a slice is no slice of a piece."""
+
+    def __init__(self, ran: Sequence[_Product]) -> None:
+        super().__init__()
+        self.ran = ran
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        whole = args[0] if args and isinstance(args[0], Tensor) else None
+        name = func.__name__
+        if whole is not None and (name in CUTTING or name == "glu"):
+            for piece in result if isinstance(result, tuple | list) else [result]:
+                along = piece.dim() == whole.dim() and piece.shape[-1] < whole.shape[-1]
+                if along and (name == "glu" or piece.stride(-1) == whole.stride(-1)):
+                    self._refuse(whole)
+        return result
+
+    def _refuse(self, whole: Tensor) -> None:
+        for product in self.ran:
+            if product.made is not None and product.made() is whole and product.here != product.features:
+                raise ConfigError(
+                    f"roles makes {product.name} COLUMN, and the module cuts its {product.here} of {product.features} "
+                    "features on this rank into pieces; if it is several products one behind another, give each a "
+                    "linear of its own."
+                )
 
 
 class Watch:
@@ -83,7 +145,8 @@ class Watch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.ran.clear()
         try:
-            made = self._plain(*args, **kwargs)
+            with _Cuts(self.ran):
+                made = self._plain(*args, **kwargs)
         except RuntimeError as error:
             told = self._told(error)
             if told is None:
@@ -144,16 +207,33 @@ class Watch:
         return note
 
     def _told(self, error: RuntimeError) -> ConfigError | None:
-        """Of a message that holds two sizes, in features or heads, that a column here and a whole product have."""
-        numbers = set(map(int, re.findall(r"\d+", str(error))))
-        for column in (p for p in reversed(self.ran) if p.role is Role.COLUMN and p.here != p.features):
+        """Of a message that holds two sizes, in features or heads, that a column here and a whole product have, or of
+        a shape that a column's slice does not fit."""
+        text = str(error)
+        columns = [p for p in reversed(self.ran) if p.role is Role.COLUMN and p.here != p.features]
+        if shape := re.search(r"shape '(\[.*\])' is invalid for input of size (\d+)", text):
+            column = next((p for p in columns if int(shape[2]) % p.here == 0), None)
+            if column is None:
+                return None
+            return ConfigError(
+                f"roles makes {column.name} COLUMN, whose {column.here} of {column.features} features on this rank do "
+                f"not fit {shape[1]}, a shape of the module for all of them; {OWN_COUNT}."
+            )
+        numbers = set(map(int, re.findall(r"\d+", text)))
+        for column in columns:
             sizes = {column.here, column.features}, {column.here // column.chunk, column.features // column.chunk}
+            if not any(both <= numbers for both in sizes):
+                continue
             whole = (p for p in reversed(self.ran) if p.role is None and p.here == column.features)
             partner = next(whole, None)
-            if partner is not None and any(both <= numbers for both in sizes):
+            if partner is None:
                 return ConfigError(
                     f"roles makes {column.name} COLUMN, whose {column.here} of {column.features} features on this rank "
-                    f"meet all {partner.here} of {partner.name}, which has no role; give {partner.name} the role "
-                    "COLUMN too."
+                    f"meet as many as all ranks have; {OWN_COUNT}."
                 )
+            return ConfigError(
+                f"roles makes {column.name} COLUMN, whose {column.here} of {column.features} features on this rank "
+                f"meet all {partner.here} of {partner.name}, which has no role; give {partner.name} the role "
+                "COLUMN too."
+            )
         return None

@@ -13,6 +13,9 @@ Columns that read the same tensor share one sum in backward.  SPLIT is for atten
 (Qwen3), or that hands a tensor made by a whole product to all heads, such as the rope key of latent attention
 (DeepSeek-V2, arXiv 2405.04434): each rank sees the gradient of its own heads only.  What leaves such a module must come
 out of a row-split product.  Every other parameter is whole, and has the same gradient on every rank.
+
+Several products in one linear (gate and up, or query, key and value) can be split if their rows alternate, with as many
+that stay together; one behind another they are refused (`parallel.partners`).
 """
 
 from __future__ import annotations
@@ -196,7 +199,7 @@ def _replacement(module: Any, role: Role, axis: Axis, part: Part, entrance: Copy
     if role is Role.ROW:
         return Row(module, axis, part.shape[1])
     if isinstance(module, nn.Embedding):
-        return VocabularyEmbedding(module, axis, part)
+        return VocabularyEmbedding(module, axis, part, looks=True)
     return Column(module, axis, part, entrance, gathers=role is Role.VOCAB)
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from interlace.collectives import Group
 from interlace.collectives.autograd import agree, columns, copy, gather, reduce, scatter, whole
+from interlace.errors import DataError
 from interlace.kernels.gather_matmul import gather_matmul
 from interlace.kernels.matmul_scatter import matmul_reduce, matmul_scatter
 from interlace.layout import split
@@ -173,13 +174,18 @@ def by_itself(transfer: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class VocabularyEmbedding(nn.Module):
-    """Look-up in a slice of the vocabulary's rows, added up over ranks: tokens_BT -> x_BTD, or its rows [1 rows D]."""
+    """Look-up in a slice of the vocabulary's rows, added up over ranks: tokens_BT -> x_BTD, or its rows [1 rows D].
+
+    looks: whether tokens may be outside of the vocabulary, which is refused.
+    """
 
     rereads = False  # its backward reads no weight
 
-    def __init__(self, embedding: Any, axis: Axis, part: Part) -> None:
+    def __init__(self, embedding: Any, axis: Axis, part: Part, looks: bool = False) -> None:
         super().__init__()
         self.weight = embedding.weight
+        self.size = part.shape[0]
+        self.looks = looks
         self.axis = axis
         self.bound = part.bound
         pad = embedding.padding_idx  # a row that takes no gradient
@@ -187,11 +193,25 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         first, end = self.bound
+        if self.looks:
+            self._look(tokens_BT)
         elsewhere = (tokens_BT < first) | (tokens_BT >= end)
         x_BTD = F.embedding((tokens_BT - first).masked_fill(elsewhere, 0), self.weight, self.pad)
         x_BTD = x_BTD.masked_fill(elsewhere[..., None], 0.0)
         made: Tensor = _added_up(x_BTD, self.axis)
         return made
+
+    def _look(self, tokens_BT: Tensor) -> None:
+        """As a whole embedding does: a token of no rank's slice would be a row of zeros."""
+        known = ((tokens_BT >= 0) & (tokens_BT < self.size)).all()
+        if tokens_BT.is_cuda:  # where the host does not wait
+            torch._assert_async(known, f"a token is not in 0 to {self.size - 1}")
+        elif not known:
+            low, high = tokens_BT.min().item(), tokens_BT.max().item()
+            raise DataError(
+                f"a token is {low if low < 0 else high}, and the embedding has rows 0 to {self.size - 1}; give tokens "
+                "of its vocabulary."
+            )
 
 
 class SplitVocabulary(nn.Module):

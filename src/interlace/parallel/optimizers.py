@@ -1,0 +1,131 @@
+"""What an optimizer of a wrapped module may be: refused when it steps, by name, where it would train other numbers.
+
+An optimizer sees flat main weights, and of these the part that its rank holds.  So it must work element by element, its
+state belongs to one rank, and the gradients it takes must have been added up over ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from interlace.errors import ConfigError
+from interlace.parallel.data import DataParallel
+
+HOLDER = "holder"  # key of a parameter group: whose state this is
+ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimizer's
+
+
+def watch(model: DataParallel) -> None:
+    """Looks at every optimizer's steps as long as the model lives."""
+    own = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    leaves = {id(leaf) for leaf in model.leaves()}
+    holder, known = _holder(model), weakref.WeakSet[torch.optim.Optimizer]()
+    reference = weakref.ref(model)
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = [leaf for group in optimizer.param_groups for leaf in group["params"]]
+        if name := next((own[id(leaf)] for leaf in held if id(leaf) in own), None):
+            raise ConfigError(
+                f"the optimizer holds {name} of the module itself, which gets no gradient; make it of the "
+                "parameters() of what parallelize returned."
+            )
+        model = reference()
+        if model is None or not any(id(leaf) in leaves for leaf in held):
+            return
+        model.refuse_unreduced("the optimizer's step")
+        _refuse_scaler(model)
+        _refuse_state(optimizer, held, holder)
+        if optimizer not in known:
+            _refuse_kind(optimizer, held[0].device, model.holds_part)
+            known.add(optimizer)
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
+
+
+def _holder(model: DataParallel) -> str:
+    """Whose part of the optimizer's state is kept here."""
+    if not model.holds_part:
+        return "any rank"
+    ranks = [f"rank {group.rank} of {group.axis}={group.size}" for group in model.axes]
+    return " and ".join(ranks) + f" with zero={model.zero}"
+
+
+def _refuse_scaler(model: DataParallel) -> None:
+    """PyTorch's scaler looks for overflow in the gradients of its own rank; in float16 they agree, since the wrapped
+    module tells all ranks (`DataParallel`)."""
+    if not model.holds_part or model.shares_overflow:
+        return
+    frame, left = sys._getframe(), FRAMES
+    while frame.f_back is not None and left:
+        frame, left = frame.f_back, left - 1
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            raise ConfigError(
+                "a GradScaler looks for overflow in this rank's part of the gradients alone, and nothing here is "
+                "computed in float16; leave it out, or give enabled=False."
+            )
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, leaves: Sequence[nn.Parameter], holder: str) -> None:
+    for group in optimizer.param_groups:
+        found = group.setdefault(HOLDER, holder)
+        if found != holder:
+            raise ConfigError(
+                f"the optimizer has the state of {found}, and this is {holder}; ranks hold different elements, so save "
+                "and load optimizer.state_dict() on every rank, under the same mesh and zero."
+            )
+    for leaf in leaves:
+        for key in ELEMENTWISE:
+            value = optimizer.state.get(leaf, {}).get(key)
+            if isinstance(value, torch.Tensor) and value.shape != leaf.shape:
+                raise ConfigError(
+                    f"the optimizer's {key} has {value.numel():,} elements where this rank holds {leaf.numel():,}; "
+                    "load a state that was saved with the same module, mesh and zero."
+                )
+
+
+def _refuse_kind(optimizer: torch.optim.Optimizer, device: torch.device, in_parts: bool) -> None:
+    if not _is_elementwise(optimizer, device, in_parts):
+        raise ConfigError(
+            f"{type(optimizer).__name__} does not work element by element, and a wrapped module's parameters are flat "
+            "runs of many tensors, cut over ranks; take one that does, such as AdamW or SGD."
+        )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, in_parts: bool) -> bool:
+    """Whether two steps on a matrix and a vector are those on one flat run of both, or on parts of it; true for an
+    optimizer that cannot be tried."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(4, 3), (5,)]
+    values, first, second = (
+        [torch.randn(size, generator=generator) * 10**place for place, size in enumerate(sizes)] for _ in range(3)
+    )
+    options = dict(optimizer.defaults) | ({"lr": 0.01} if "lr" in optimizer.defaults else {})
+
+    def made(tensors: Sequence[torch.Tensor], *gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        parameters = [nn.Parameter(tensor.to(device, copy=True)) for tensor in tensors]
+        own: Any = type(optimizer)(parameters, **options)
+        for gradient in gradients:
+            for parameter, each in zip(parameters, gradient, strict=True):
+                parameter.grad = each.to(device, copy=True)
+            own.step(lambda: 0.0)
+        return torch.cat([parameter.detach().flatten().cpu() for parameter in parameters])
+
+    def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.flatten() for tensor in tensors])
+
+    runs = [flat(values), flat(first), flat(second)]
+    parts = [slice(0, 7), slice(7, None)] if in_parts else [slice(None)]
+    try:
+        whole = made(values, first, second)
+        cut = torch.cat([made(*([run[part]] for run in runs)) for part in parts])
+    except Exception:
+        return True
+    return bool((whole - cut).abs().max() <= 1e-5 * whole.abs().max())

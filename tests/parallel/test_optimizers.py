@@ -1,0 +1,124 @@
+"""What a wrapped module's optimizer may be, and calls that every rank has to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import interlace
+from interlace.errors import ConfigError
+from interlace.launch import leave
+from interlace.parallel.optimizers import _is_elementwise
+
+Run = Callable[..., list[Any]]
+PLACE = torch.device("cpu")
+
+
+class Lamb(torch.optim.Adam):
+    """Adam whose step is as long as the tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        super().step()
+        for p, old in zip(parameters, before, strict=True):
+            p.copy_(old + (p - old) * old.norm() / (p - old).norm())
+
+
+class Strange(torch.optim.SGD):
+    """Takes no closure, and a step wants more than a tensor."""
+
+    def step(self) -> None:  # type: ignore[override]
+        assert all(isinstance(p, Wrapped) for group in self.param_groups for p in group["params"])
+
+
+class Wrapped(Tensor):
+    pass
+
+
+def made(kind: Any, **options: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind([nn.Parameter(torch.ones(3))], **options)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "lr": 0.0}),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+        (torch.optim.AdamW, {"fused": True, "lr": torch.tensor(0.1)}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Rprop, {}),
+        (torch.optim.Adagrad, {}),
+        (Strange, {}),
+    ],
+)
+def test_what_works_element_by_element_is_taken(kind: Any, options: dict[str, Any]) -> None:
+    assert _is_elementwise(made(kind, **options), PLACE, True)
+
+
+def test_what_does_not_is_refused_by_name() -> None:
+    for kind in (torch.optim.Adafactor, Lamb):
+        assert not _is_elementwise(made(kind), PLACE, False)
+    lbfgs = made(torch.optim.LBFGS)  # sees all there is: right on a rank that holds all, wrong on one of several
+    assert _is_elementwise(lbfgs, PLACE, False)
+    assert not _is_elementwise(lbfgs, PLACE, True)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    yield
+    leave()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_it_is_refused_when_it_steps() -> None:
+    model = interlace.parallelize(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    before = model.state_dict()
+    with pytest.raises(ConfigError, match=r"^Adafactor does not work element by element.*such as AdamW or SGD\.$"):
+        torch.optim.Adafactor(model.parameters()).step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> None:
+    for rank, said in enumerate(run_ranks("rank_functions_steps:refused", 2)):
+        for zero in (0, 1):
+            assert said[f"unreduced step {zero}"].startswith(
+                "ConfigError: the optimizer's step found gradients that we"
+            )
+            assert said[f"unreduced norm {zero}"].endswith("outside of it, the last of a shorter accumulation too.")
+        assert said["scaler"].startswith("ConfigError: a GradScaler looks for overflow in this rank's part")
+        assert said["own state"] == "nothing"
+        other = (
+            "ConfigError: the optimizer has the state of rank 0 of dp=2 with zero=1, and this is rank 1 of dp=2 with"
+        )
+        assert said["state of rank 0"].startswith(other if rank else "nothing")
+        assert "exp_avg has 7 elements where this rank holds 4,096; load" in said["state of another size"]
+
+
+def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(run_ranks: Run) -> None:
+    """As in one process: two steps are skipped, the scale is halved for each, and two are made."""
+    found = run_ranks("rank_functions_steps:overflow", 2)
+    assert found[0] == found[1]
+    for scales, means in found[0]:
+        assert scales == [2.0**15, 2.0**14, 2.0**14, 2.0**14]
+        assert means == pytest.approx([1 - 2e-4, 1 - 2e-5], abs=2e-6)
+
+
+def test_a_call_that_rank_0_alone_makes_is_told(run_ranks: Run) -> None:
+    first, second = run_ranks("rank_functions_steps:alone", 2)
+    for name, call in (("saves", "state_dict"), ("loads", "load_state_dict")):
+        assert first[name] == (
+            f"Hang: {call} was called by rank 0 and not by 1 within 0.9 s; every rank calls it, not rank 0 alone."
+        )
+    assert first["saves what it has"] == first["all"] == second["all"] == "nothing"
+    assert {first["another"], second["another"]} <= {
+        "ConfigError: rank 0 called digest while rank 1 called state_dict; every rank calls the same.",
+        "ConfigError: rank 1 called state_dict while rank 0 called digest; every rank calls the same.",
+    }

@@ -1,0 +1,119 @@
+"""What the ranks of tests/parallel run: optimizers' steps, overflow in float16, and calls that every rank makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import interlace
+from interlace.errors import InterlaceError
+from interlace.launch import World
+
+
+class Said(dict[str, str]):
+    """What each attempt said."""
+
+    def attempt(self, name: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+            self[name] = "nothing"
+        except InterlaceError as error:
+            self[name] = f"{type(error).__name__}: {error}"
+
+
+def wrapped(zero: int, timeout: float = 60.0) -> Any:
+    """A matrix of two whole chunks, one for each of two ranks."""
+    torch.manual_seed(0)
+    return interlace.parallelize(nn.Linear(128, 64, bias=False), zero=zero, timeout=timeout)
+
+
+def one_pass(model: Any, rank: int, scale: float = 1.0) -> None:
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(rank))
+    (model(x).square().mean() * scale).backward()
+
+
+def refused(world: World) -> dict[str, str]:
+    said = Said()
+    for zero in (0, 1):
+        model = wrapped(zero)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.no_sync():
+            one_pass(model, world.rank)
+        said.attempt(f"unreduced step {zero}", optimizer.step)
+        said.attempt(f"unreduced norm {zero}", lambda model=model: model.clip_grad_norm_(1.0))  # type: ignore[misc]
+        one_pass(model, world.rank)
+        optimizer.step()
+    model = wrapped(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    one_pass(model, world.rank, scaler.scale(torch.ones(())).item())
+    said.attempt("scaler", lambda: scaler.step(optimizer))
+    optimizer.step()
+    everyone = [state_of(optimizer, rank) for rank in range(world.size)]
+    for name, state in {"own state": everyone[world.rank], "state of rank 0": everyone[0]}.items():
+        optimizer.load_state_dict(state)
+        said.attempt(name, optimizer.step)
+    optimizer.load_state_dict(everyone[world.rank])
+    optimizer.state[model.leaves()[0]]["exp_avg"] = torch.zeros(7)
+    said.attempt("state of another size", optimizer.step)
+    return said
+
+
+def state_of(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
+    """A rank's `state_dict`, as if it had come from a file."""
+    box = [optimizer.state_dict()]
+    torch.distributed.broadcast_object_list(box, rank)
+    return copy.deepcopy(box[0])
+
+
+class Two(nn.Module):
+    """Two vectors, one on each rank under ZeRO; the second overflows in float16 where x is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4096)), nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones(1, 4096, dtype=self.a.dtype)
+        return (nn.functional.linear(self.a[None], ones) * 1e-3 + nn.functional.linear(self.b[None], ones * x)).sum()
+
+
+def overflow(world: World) -> list[list[list[float]]]:
+    """The scale after each of four steps, two of which overflow, and both means at the end: by cast and by autocast."""
+    found = []
+    for dtype, zero in ((torch.float16, 1), (torch.float16, 3), (None, 2)):
+        model = interlace.parallelize(Two(), zero=zero, compute_dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scales = []
+        for x in (3.0, 3.0, 1e-4, 1e-4):
+            with torch.autocast("cpu", torch.float16, enabled=dtype is None):
+                loss = model(torch.tensor(x, dtype=dtype or torch.float32))
+            scaler.scale(loss.float()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        found.append([scales, [value.mean().item() for value in model.state_dict().values()]])
+    return found
+
+
+def alone(world: World) -> dict[str, str]:
+    """Calls of rank 0, while the others go on; then another one than theirs; then all is well."""
+    said = Said()
+    model, whole = wrapped(3, timeout=1.0), wrapped(0, timeout=1.0)
+    if world.rank == 0:
+        said.attempt("saves", model.state_dict)
+        said.attempt("loads", lambda: whole.load_state_dict(nn.Linear(128, 64, bias=False).state_dict()))
+        said.attempt("saves what it has", whole.state_dict)
+    world.barrier("after rank 0")
+    model, both = wrapped(1, timeout=20.0), list[Any]()
+    said.attempt("another", model.digest if world.rank == 0 else model.state_dict)
+    world.barrier("after another")
+    model = wrapped(1)
+    said.attempt("all", lambda: both.extend([model.state_dict(), model.load_state_dict(model.state_dict())]))
+    return said
