@@ -102,6 +102,39 @@ def overflow(world: World) -> list[list[list[float]]]:
     return found
 
 
+class Writer(nn.Module):
+    """Writes token after token, each by a pass through all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(7, 5), nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x @ self.words.weight.T
+
+    def write(self, tokens: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            tokens = torch.cat([tokens, self(tokens)[-1:].argmax(dim=-1)])
+        return tokens
+
+
+def written(world: World) -> bool:
+    """The same as in one process, under ZeRO-3, between two steps."""
+    torch.manual_seed(0)
+    plain = Writer()
+    model = interlace.parallelize(copy.deepcopy(plain), zero=3)
+    start = torch.tensor([world.rank, 3])
+    expected = [plain(start).sum(), plain.write(start, 9)]
+    before = model(start).sum()
+    with torch.no_grad():
+        found = model.run("write", start, 9)
+    before.backward()
+    return torch.equal(found, expected[1]) and bool((before - expected[0]).abs() < 1e-5)
+
+
 def alone(world: World) -> dict[str, str]:
     """Calls of rank 0, while the others go on; then another one than theirs; then all is well."""
     said = Said()

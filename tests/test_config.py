@@ -181,6 +181,8 @@ def test_dimensions_without_a_preset() -> None:
     lines = [f"{key} = {value}" for key, value in DIMS.items() if key not in ("num_kv_heads", "head_dim")]
     model = loads("[model]\n" + "\n".join(lines)).model_config()
     assert (model.num_kv_heads, model.head_dim) == (6, 4)
+    with pytest.raises(ConfigError, match=r"\[model\] lacks head_dim, .* found 24 / 5: give .* nearest num_heads, 4"):
+        loads("[model]\n" + "\n".join(lines).replace("num_heads = 6", "num_heads = 5")).model_config()
     with pytest.raises(ConfigError, match=r"\[model\] lacks .*vocab_size"):
         loads("[model]\nnum_layers = 2").model_config()
     with pytest.raises(ConfigError, match=r"\[model\] is empty: .*presets are .*tiny"):

@@ -32,6 +32,7 @@ from interlace.forms import (
     Text,
     as_table,
     checked,
+    closest,
     rules,
     show,
     toml,
@@ -192,14 +193,24 @@ class ModelSection(Section):
         if not self.preset and not self.from_:
             if "num_heads" in dims:
                 dims.setdefault("num_kv_heads", dims["num_heads"])
-            if "hidden_size" in dims and "num_heads" in dims and dims["hidden_size"] % dims["num_heads"] == 0:
-                dims.setdefault("head_dim", dims["hidden_size"] // dims["num_heads"])
+            if "hidden_size" in dims and "num_heads" in dims and "head_dim" not in dims:
+                dims["head_dim"] = _head_dim(dims["hidden_size"], dims["num_heads"])
             if not dims:
                 raise ConfigError(
                     "[model] is empty: give preset = NAME, from = FOLDER or dimensions; "
                     f"presets are {', '.join(preset_names())}"
                 )
         return ModelConfig.of(dims)
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        near = closest(heads, [n for n in range(1, min(hidden, 2 * heads) + 1) if hidden % n == 0])
+        raise ConfigError(
+            f"[model] lacks head_dim, which is hidden_size / num_heads where these divide, and found {hidden} / "
+            f"{heads}: give head_dim, or the nearest num_heads, {near}"
+        )
+    return hidden // heads
 
 
 @dataclass(frozen=True)

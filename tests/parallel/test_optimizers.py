@@ -86,6 +86,54 @@ def test_it_is_refused_when_it_steps() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("how", ["added", "replaced", "tied"])
+def test_parameters_that_come_later_are_refused(how: str) -> None:
+    model = interlace.parallelize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    model(torch.ones(1, 3)).sum().backward()
+    if how == "added":
+        model.module[1].extra = nn.Parameter(torch.ones(2))
+    elif how == "replaced":
+        model.module[1] = nn.Linear(3, 3)
+    else:
+        model.module[1].weight = model.module[0].weight
+    said = rf"^1\.{'extra' if how == 'added' else 'weight'} was set after the module was wrapped"
+    for call in (torch.optim.SGD(model.parameters()).step, model.state_dict, lambda: model.load_state_dict({})):
+        with pytest.raises(ConfigError, match=said):
+            call()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_groups_told_apart_by_name_or_shape_are_refused() -> None:
+    """The usual recipes for weight decay, which find nothing in flat runs; those that say what is meant go on."""
+    model = interlace.parallelize(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)))
+    model(torch.randn(2, 3)).square().sum().backward()
+    named = list(model.named_parameters())
+
+    def step(matrices: list[Any], rest: list[Any]) -> None:
+        torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]).step()
+
+    by_name = [[p for name, p in named if ("bias" in name) == chosen] for chosen in (False, True)]
+    by_shape = [[p for _, p in named if (p.dim() < 2) == chosen] for chosen in (False, True)]
+    for groups, found in (
+        (by_name, "gives weight decay to root.no_decay"),
+        (by_shape, "gives no weight decay to root.d"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"group of the optimizer is empty, and another {found}.*parameter_groups"
+        ):
+            step(*groups)
+    torch.optim.AdamW(model.parameter_groups(0.1)).step()
+    torch.optim.AdamW(model.parameters(), weight_decay=0.1).step()
+    lora = interlace.parallelize(nn.Linear(3, 3, bias=False))
+    lora(torch.ones(1, 3)).sum().backward()
+    step([p for _, p in lora.named_parameters()], [])
+
+
+def test_a_method_may_run_units_again(run_ranks: Run) -> None:
+    assert run_ranks("rank_functions_steps:written", 2) == [True, True]
+
+
 def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> None:
     for rank, said in enumerate(run_ranks("rank_functions_steps:refused", 2)):
         for zero in (0, 1):

@@ -256,6 +256,7 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
     assert f'did you mean "{tmp_path / "train.jsonl"}"?' in refusal(lambda: read(tmp_path / "trian.jsonl"))
     assert 'did you mean "corpus"?' in refusal(lambda: read("corpsu"))
     assert "does not exist;" in refusal(lambda: read(tmp_path / "no" / "folder" / "here.txt"))
+    assert "is neither a file nor a folder; write" in refusal(lambda: read("/dev/null"))
 
 
 # ----------------------------------------------------------------------------------------------------- tokenizers

@@ -154,6 +154,7 @@ class DataParallel(nn.Module):
         everyone = [*self.units, self.root]
         self._items = [(item.kind, everyone[item.unit]) for item in backward_list(regather, self.ahead)]
         self._register_hooks()
+        self._known = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
         frozen.keep(self._trainable)
         for flat in self.flats:
             if flat.slot is None:
@@ -170,7 +171,10 @@ class DataParallel(nn.Module):
         return self.run("forward", *args, **kwargs)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module.<method>` with its weights gathered as they are needed; `forward` runs the module's hooks."""
+        """Calls `module.<method>` with its weights gathered as they are needed; `forward` runs the module's hooks.
+
+        Without gradients the method may run units again, on every rank as often: to write token after token, say.
+        """
         self._begin_forward()
         output = self.module(*args, **kwargs) if method == "forward" else getattr(self.module, method)(*args, **kwargs)
         self._end_forward(output)
@@ -370,6 +374,16 @@ class DataParallel(nn.Module):
                 "no_sync(); run a step's last one outside of it, the last of a shorter accumulation too."
             )
 
+    def refuse_changed(self) -> None:
+        """`ConfigError` for a parameter that the module has since it was wrapped: nothing would train or save it."""
+        ids = set(self._known.values())
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if self._known.get(name, id(parameter)) != id(parameter) or id(parameter) not in ids:
+                raise ConfigError(
+                    f"{name} was set after the module was wrapped, and would be neither trained nor saved; add, "
+                    "replace and tie parameters before parallelize."
+                )
+
     def digest(self, everywhere: bool = False) -> str:
         """Of names and main weights, the same for every plan, on rank 0, or `everywhere`; else "".  Collective."""
         self._meet("digest")
@@ -378,6 +392,7 @@ class DataParallel(nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
+        self.refuse_changed()
         self._meet("state_dict")
         self.settle()
         destination = {} if destination is None else destination
@@ -391,6 +406,7 @@ class DataParallel(nn.Module):
         Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
         another shape.
         """
+        self.refuse_changed()
         self._meet("load_state_dict", always=True)
         self.settle()
         found = load_state(self.module, self.flats, state_dict, strict)
@@ -645,6 +661,8 @@ class DataParallel(nn.Module):
                 "(its run() for a method other than forward)."
             )
         if self._phase == "forward":
+            if not torch.is_grad_enabled() and not all(flat.gathered for flat in unit.flats):
+                self._next_gather = min(self._next_gather, unit.position)  # once more, for the next token, say
             self._gather_through(unit.position + self.ahead)
         elif self.zero == 3 and unit.regather:  # recomputed before any gradient reached its output
             self._issue_through_gather(unit.position)

@@ -44,6 +44,8 @@ def watch(model: DataParallel) -> None:
         _refuse_scaler(model)
         _refuse_state(optimizer, held, holder)
         if optimizer not in known:
+            model.refuse_changed()
+            _refuse_groups(model, optimizer)
             _refuse_kind(optimizer, held[0].device, model.holds_part)
             known.add(optimizer)
 
@@ -88,6 +90,21 @@ def _refuse_state(optimizer: torch.optim.Optimizer, leaves: Sequence[nn.Paramete
                 raise ConfigError(
                     f"the optimizer's {key} has {value.numel():,} elements where this rank holds {leaf.numel():,}; "
                     "load a state that was saved with the same module, mesh and zero."
+                )
+
+
+def _refuse_groups(model: DataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Of parameters told apart by name or shape to give some no weight decay: flat ones are all alike in these."""
+    rates = {bool(group.get("weight_decay")) for group in optimizer.param_groups if not group["params"]}
+    filled = {id(place.leaf) for place in model.placements(owned=False)}
+    for group in optimizer.param_groups if len(rates) == 1 else []:
+        decays = bool(group.get("weight_decay"))
+        for leaf in group["params"]:
+            if id(leaf) in filled and decays not in rates and leaf.decay != decays:
+                raise ConfigError(
+                    f"a parameter group of the optimizer is empty, and another gives {'' if decays else 'no '}weight "
+                    f"decay to {leaf.label}; a wrapped module's parameters are flat runs, without the names and shapes "
+                    "of single tensors, so take parameter_groups(weight_decay) of what parallelize returned."
                 )
 
 

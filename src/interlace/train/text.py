@@ -203,6 +203,10 @@ def _find(source: str) -> list[str]:
         if not files:
             raise DataError(f"data.source {source} matches no file; correct the pattern.", source=source)
         return files
+    if path.exists():
+        raise DataError(
+            f"data.source {source} is neither a file nor a folder; write what it gives to a file first.", source=source
+        )
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, ["corpus", *beside])
     hint = f' (did you mean "{near if near == "corpus" else path.with_name(near)}"?)' if near else ""
