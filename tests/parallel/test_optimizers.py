@@ -125,6 +125,7 @@ def test_groups_told_apart_by_name_or_shape_are_refused() -> None:
             step(*groups)
     torch.optim.AdamW(model.parameter_groups(0.1)).step()
     torch.optim.AdamW(model.parameters(), weight_decay=0.1).step()
+    torch.optim.AdamW([{"params": model.parameters()}, {"params": []}], weight_decay=0.1).step()
     lora = interlace.parallelize(nn.Linear(3, 3, bias=False))
     lora(torch.ones(1, 3)).sum().backward()
     step([p for _, p in lora.named_parameters()], [])
