@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import interlace
 from interlace.errors import InterlaceError
 from interlace.launch import World
+from interlace.spec import Role
 
 
 class Said(dict[str, str]):
@@ -133,6 +134,22 @@ def written(world: World) -> bool:
         found = model.run("write", start, 9)
     before.backward()
     return torch.equal(found, expected[1]) and bool((before - expected[0]).abs() < 1e-5)
+
+
+def given(world: World) -> dict[str, str]:
+    """Modules and arguments that are another's on rank 1, which would send more, or less, or in another order."""
+    said, other = Said(), world.rank == 1
+    tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if other:
+        tied[1].weight = tied[0].weight
+    frozen = nn.Linear(3, 2).requires_grad_(not other)
+    modules = {"larger": nn.Linear(3, 2 + other), "more": nn.Sequential(*[nn.Linear(3, 3)] * (1 + other))}
+    for name, module in ({**modules, "frozen": frozen, "tied": tied}).items():
+        said.attempt(name, lambda module=module: interlace.parallelize(module))  # type: ignore[misc]
+    said.attempt("zero", lambda: interlace.parallelize(nn.Linear(3, 2), zero=2 * other))
+    said.attempt("roles", lambda: interlace.parallelize(nn.Linear(3, 2), None, {"weight": Role.NORM} if other else {}))
+    said.attempt("values", lambda: interlace.parallelize(nn.Linear(3, 2)))
+    return said
 
 
 def alone(world: World) -> dict[str, str]:

@@ -160,6 +160,26 @@ def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(run_ranks: Run)
         assert means == pytest.approx([1 - 2e-4, 1 - 2e-5], abs=2e-6)
 
 
+def test_what_ranks_are_given_must_be_the_same(run_ranks: Run) -> None:
+    first, second = run_ranks("rank_functions_steps:given", 2)
+    assert first.pop("values") == second.pop("values") == "nothing"
+    assert set(first.values()) == {
+        "ConfigError: rank 1 calls parallelize with another module or other arguments than rank 0, as it says itself; "
+        "every rank gives the same."
+    }
+    assert {name: said.partition("; ")[0] for name, said in second.items()} == {
+        name: f"ConfigError: rank 1 calls parallelize with {own}, and rank 0 with {others}"
+        for name, own, others in (
+            ("larger", "weight [3, 3] float32", "weight [2, 3] float32"),
+            ("more", "1.weight [3, 3] float32 tied to 0.weight", "nothing more"),
+            ("frozen", "weight [2, 3] float32 without gradient", "weight [2, 3] float32"),
+            ("tied", "1.weight [3, 3] float32 tied to 0.weight", "1.weight [3, 3] float32"),
+            ("zero", "zero=2", "zero=0"),
+            ("roles", "weight as NORM of 1", "weight [2, 3] float32"),
+        )
+    }
+
+
 def test_a_call_that_rank_0_alone_makes_is_told(run_ranks: Run) -> None:
     first, second = run_ranks("rank_functions_steps:alone", 2)
     for name, call in (("saves", "state_dict"), ("loads", "load_state_dict")):

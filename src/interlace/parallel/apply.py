@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,8 +57,9 @@ def parallelize(
 
     Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
     mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
-    divide by tp; `ConfigError` for a role of an unknown parameter, what `DataParallel` refuses, and, when it steps, an
-    optimizer of the module's own parameters, or one that would train other numbers (`parallel.optimizers`).
+    divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments that ranks do not share, what
+    `DataParallel` refuses, and, when it steps, an optimizer of the module's own parameters, or one that would train other
+    numbers (`parallel.optimizers`).
     """
     _check(module)
     found = resolve(module, roles or {})
@@ -70,7 +71,13 @@ def parallelize(
     else:
         world = join(timeout)
         rank, size, device, meter = world.rank, world.size, world.device, Meter(world.waiting, record=False)
-    mesh = _mesh(mesh, size)
+    mesh, meeting = _mesh(mesh, size), None
+    if size > 1:
+        meeting = Meeting(dist.distributed_c10d._get_default_store(), rank, size, timeout)
+        given = {"zero": zero, "units": units, "gradients": gradients, "compute": compute_dtype, "wire": wire_dtype}
+        meeting.agree(
+            "parallelize", [f"mesh={mesh}", *(f"{key}={value}" for key, value in given.items()), *_told(module, found)]
+        )
     groups = make_groups(mesh, rank, device, timeout, meter)
     module, parts = module.to(device), {}
     if mesh.size("tp") > 1:
@@ -91,8 +98,7 @@ def parallelize(
         parts=parts,
         tensor=groups.by_axis.get("tp"),
     )
-    if size > 1:
-        model.meeting = Meeting(dist.distributed_c10d._get_default_store(), rank, size, timeout)
+    model.meeting = meeting
     optimizers.watch(model)
     return model
 
@@ -109,6 +115,18 @@ def _check(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
+
+
+def _told(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> Iterator[str]:
+    """What has to be the same on all ranks: roles, and parameters and buffers in their order, without values."""
+    for name, (role, chunk) in roles.items():
+        yield f"{name} as {role.name} of {chunk}"
+    first: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+        tied = f" tied to {first[id(tensor)]}" if id(tensor) in first else ""
+        first.setdefault(id(tensor), name)
+        frozen = "" if tensor.requires_grad else " without gradient"
+        yield f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}{tied}"
 
 
 def _decay(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> dict[str, bool]:

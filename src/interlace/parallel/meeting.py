@@ -6,8 +6,10 @@ Equals a barrier that names who is missing.  A call that every rank has to make,
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
+from collections.abc import Sequence
 
 from torch._C._distributed_c10d import Store  # torch.distributed's, but typed
 
@@ -39,6 +41,28 @@ class Meeting:
                     f"{SHARE * self.timeout:g} s; every rank calls it, not rank 0 alone."
                 )
             time.sleep(POLL)
+
+    def agree(self, name: str, lines: Sequence[str]) -> None:
+        """Returns when every rank has come here with the same lines; else `ConfigError` with the first that differs."""
+        own, key = hashlib.blake2b("\n".join(lines).encode()).hexdigest(), f"{self._key}/agree"
+        if self.rank == 0:
+            self.store.set(f"{key}/lines", "\n".join(lines))
+        self.store.set(f"{key}/{self.rank}", own)
+        self(name)
+        found = [self.store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
+        if own != found[0]:
+            theirs = self.store.get(f"{key}/lines").decode().splitlines()
+            pairs = itertools.zip_longest(lines, theirs, fillvalue="nothing more")
+            mine, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise ConfigError(
+                f"rank {self.rank} calls {name} with {mine}, and rank 0 with {other}; every rank gives the same module "
+                "and arguments."
+            )
+        if other_ranks := [rank for rank, digest in enumerate(found) if digest != own]:
+            raise ConfigError(
+                f"rank {other_ranks[0]} calls {name} with another module or other arguments than rank 0, as it says "
+                "itself; every rank gives the same."
+            )
 
     def _is_here(self, rank: int, name: str) -> bool:
         if not self.store.check([key := f"{self._key}/{rank}"]):
