@@ -85,6 +85,49 @@ def attend(world: World, cases: list[dict[str, Any]]) -> None:
                 assert apart <= 1e-12, (exchange, what, apart, case)
 
 
+def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
+    """bf16, with tiles as kernels make them, in bf16: bit for bit what sums in fp32 give; bytes that ring sent."""
+    group, sent = group_of(world), []
+
+    def kernel(plain: Any, rounded: int) -> Any:
+        def run(*arguments: Any) -> tuple[Tensor, ...]:
+            made = plain(*(x.double() if isinstance(x, Tensor) else x for x in arguments))  # the same wherever it lies
+            return *(x.to(torch.bfloat16) for x in made[:rounded]), *(x.float() for x in made[rounded:])
+
+        return run
+
+    class InFp32(blocks.Total):
+        def __init__(self, like: Tensor, wide: torch.dtype, later: int) -> None:
+            super().__init__(like, wide, 99)
+
+    class JoinedInFp32(blocks.Joined):
+        def __init__(self, q_BTHE: Tensor, later: int) -> None:
+            super().__init__(q_BTHE, 99)
+
+    for case in cases:
+        length, documents = case["length"], case.get("documents")
+        whole = Pattern(2, length, CPU, documents and torch.tensor(documents), case.get("window"))
+        q, k, v, weight = (seeded(2, length, n, 8, seed=n).bfloat16() for n in (6, 2, 2, 6))
+        made = []
+        for others in ({}, {"Total": InFp32, "Joined": JoinedInFp32}):
+            group.meter.reset_counts()
+            with contextlib.ExitStack() as stack:
+                patches = {"is_fused": lambda q: True, "forward": kernel(blocks.forward, 1)}
+                patches["backward"] = kernel(blocks.backward, 3)
+                stack.enter_context(mock.patch.multiple(context, **patches, **others))
+                made.append(run_core(SequenceAxis(group, length, "ring"), whole, q, k, v, weight))
+        sent.append(group.meter.sent["all_to_all", "cp"])
+        for a, b in zip(*made, strict=True):
+            assert torch.equal(a, b), (case, (a - b).abs().max())
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        out = attention(*exact, whole)
+        out.backward(weight.double())
+        for a, b in zip(made[0], [out.detach(), *(x.grad for x in exact if x.grad is not None)], strict=True):
+            apart = (a - b[:, SequenceAxis(group, length, "ring").columns()]).abs().max() / b.abs().max()
+            assert apart < 2e-2, (case, apart)
+    return sent
+
+
 def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int, int, int]]]:
     """(tiles, pairs that they see, pairs that they compute, bytes sent) by ring and gather, forward and backward."""
     group, found = group_of(world), []
@@ -120,7 +163,7 @@ def resident(world: World, length: int) -> dict[str, int]:
     pattern = SplitPattern(axis, whole)
     pattern.prepare(torch.float32, 4)
     assert pattern.tiling is not None
-    kv = torch.zeros(2, 1, len(axis.columns()), 2, 4)
+    k, v = torch.zeros(2, 1, len(axis.columns()), 2, 4)
     alive: list[weakref.ref[Tensor]] = []
     most, plain = 0, context.all_to_all
 
@@ -142,8 +185,8 @@ def resident(world: World, length: int) -> dict[str, int]:
         most = max(most, more + sum(t.numel() * 4 for ref in alive if (t := ref()) is not None))
 
     with mock.patch.object(context, "all_to_all", all_to_all):
-        context.Blocks(axis, pattern.tiling).circulate(kv, lambda stage, arrived: None)
-    return {"most": most, "one": kv.numel() * 4}
+        context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived: None)
+    return {"most": most, "one": (k.numel() + v.numel()) * 4}
 
 
 def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:

@@ -9,11 +9,15 @@ behind it.  Sequences lie in the layout "T/cp~", so that causal attention is eve
     ulysses   heads are dealt out: every rank attends to the whole sequence with some of them
                                                                                    (Jacobs et al., arXiv 2309.14509)
 
-Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32, gradients of keys and
-values are fp32, travel to their owner and are added there in one order.  Blocks that the mask leaves empty are neither
-sent nor computed; every rank knows all documents, so all agree on them without a word.  Tiles side by side
+Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32; gradients of keys and
+values travel to their owner and are added there, in fp32 and in one order.  Blocks that the mask leaves empty are not
+sent and not computed; every rank knows all documents, so all agree on them without a word.  Tiles side by side
 are one call of a kernel: of plain causal attention one for what a rank sends, and one for its own.  Keys and values are
 fetched again in backward, not kept.  Ulysses runs the model's own attention in between, whatever its mask.
+
+Two results of kernels are one join or one addition, rounded once: no buffer of zeros, none in fp32 before them
+(`blocks.Joined`, `blocks.Total`).  Gradients of plain causal attention in half precision, where one tile makes all that
+goes to an owner, travel as the tile made them (`plan.context.returned`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,13 +37,14 @@ from torch.autograd.function import once_differentiable
 from interlace import random
 from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
 from interlace.parallel.blocks import (
+    Joined,
     Tile,
     Tiling,
+    Total,
     backward,
     forward,
     is_fused,
     is_one_kernel,
-    merge,
     sink,
     sink_gradient,
 )
@@ -102,6 +107,12 @@ class SplitPattern:
         self.whole = whole
         self.tiling: Tiling | None = None
 
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Of every layer without dropout."""
+        assert self.tiling is not None, "prepare() first"
+        return Blocks(self.axis, self.tiling)
+
     def prepare(self, dtype: torch.dtype, head_dim: int, sunk: bool = False) -> None:
         """Makes what the layers read, ahead of them.  sunk: their softmax has a sink."""
         if self.axis.exchange == "ulysses":
@@ -127,7 +138,7 @@ class SplitCore(nn.Module):
         if self.axis.exchange == "ulysses":
             return self._deal(q_BTHE, k_BTKE, v_BTKE, context, sinks_H)
         drops = self.training and self.inner.dropout > 0.0
-        work = Blocks(self.axis, pattern.tiling, self._keep(context) if drops else None, self.inner.dropout)
+        work = Blocks(self.axis, pattern.tiling, self._keep(context), self.inner.dropout) if drops else pattern.blocks
         attended: Tensor = _Attend.apply(q_BTHE, k_BTKE, v_BTKE, sinks_H, work)  # type: ignore[no-untyped-call]
         return attended
 
@@ -206,11 +217,13 @@ class SplitRoom(nn.Module):
 
 # --- block by block --------------------------------------------------------------------------------------------------
 
-Arrived = list[tuple[tuple[int, ...], Tensor]]  # keys and values of some pieces, one after another: [2 B n K E]
+Pair = Sequence[Tensor] | Tensor  # keys and values, each [B n K E]
+Arrived = list[tuple[tuple[int, ...], Pair]]  # of some pieces, one after another
+KV = tuple[Tensor, Tensor]
 
 
 class Blocks:
-    """One layer's attention by blocks: what travels when, and which tiles are computed."""
+    """Attention by blocks, of layers with one mask: what travels when, and which tiles are computed."""
 
     def __init__(
         self,
@@ -229,6 +242,9 @@ class Blocks:
         for place in axis.places:
             self.offsets[place] = at
             at += self.size(place)
+        self._stages: dict[int, list[Stage]] = {}
+        self._moves: dict[tuple[tuple[int, ...], bool], list[tuple[int, ...]]] = {}
+        self._tiles: dict[tuple[Stage | None, int, int, bool], list[_Piece]] = {}
 
     def size(self, piece: int) -> int:
         return self.cut[piece][1] - self.cut[piece][0]
@@ -238,16 +254,14 @@ class Blocks:
 
     def stages(self, kv_heads: int) -> list[Stage]:
         """Those in which anything travels: the same on every rank."""
-        ways = self.axis.group.size
-        return [
-            stage
-            for stage in plan.stages(self.axis.exchange, ways, kv_heads)
-            if any(self.wanted((rank + d) % ways, rank) for rank in range(ways) for d in stage.distances)
-        ]
-
-    def own(self, kv: Tensor) -> Arrived:
-        """The pieces that are held here."""
-        return [(self.axis.places, kv)]
+        if kv_heads not in self._stages:
+            ways = self.axis.group.size
+            self._stages[kv_heads] = [
+                stage
+                for stage in plan.stages(self.axis.exchange, ways, kv_heads)
+                if any(self.wanted((rank + d) % ways, rank) for rank in range(ways) for d in stage.distances)
+            ]
+        return self._stages[kv_heads]
 
     def here(self, pieces: Sequence[int]) -> slice:
         """Where pieces that are held here and lie side by side stand."""
@@ -255,24 +269,42 @@ class Blocks:
 
     def given(self, stage: Stage) -> list[tuple[int, ...]]:
         """For every rank the own pieces that it takes in this stage."""
-        group = self.axis.group
-        near = {(group.rank + distance) % group.size for distance in stage.distances}
-        return [self.wanted(peer, group.rank) if peer in near else () for peer in range(group.size)]
+        return self._moved(stage.distances, True)
 
     def taken(self, stage: Stage) -> list[tuple[int, ...]]:
         """For every rank its pieces that come here in this stage."""
-        group = self.axis.group
-        near = {(group.rank - distance) % group.size for distance in stage.distances}
-        return [self.wanted(group.rank, peer) if peer in near else () for peer in range(group.size)]
+        return self._moved(stage.distances, False)
 
-    def circulate(self, kv: Tensor, compute: Callable[[Stage | None, Arrived], None]) -> None:
+    def _moved(self, distances: tuple[int, ...], gives: bool) -> list[tuple[int, ...]]:
+        if (distances, gives) not in self._moves:
+            group, found = self.axis.group, list[tuple[int, ...]]()
+            near = {(group.rank + (distance if gives else -distance)) % group.size for distance in distances}
+            for peer in range(group.size):
+                pair = (peer, group.rank) if gives else (group.rank, peer)
+                found.append(self.wanted(*pair) if peer in near else ())
+            self._moves[distances, gives] = found
+        return self._moves[distances, gives]
+
+    @cached_property
+    def receivers(self) -> int:
+        """Ranks that take any of the own pieces."""
+        group = self.axis.group
+        return sum(bool(self.wanted(peer, group.rank)) for peer in range(group.size) if peer != group.rank)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one tile makes all gradients that go to an owner in a stage."""
+        tiling = self.tiling
+        return plan.is_plain(tiling.window, tiling.documents_BT is not None, self.keep is not None)
+
+    def circulate(self, kv: KV, compute: Callable[[Stage | None, Arrived], None]) -> None:
         """Calls `compute` for the own pieces (None), then for those of each stage, the next being under way meanwhile.
 
-        kv: [2 B T K E], this rank's.  No more than two stages' keys and values are here at once.
+        kv: keys and values, this rank's, [B T K E].  No more than two stages' are here at once.
         """
-        stages = self.stages(kv.shape[3])
+        stages = self.stages(kv[0].shape[2])
         moving = self._fetch(stages[0], kv) if stages else None
-        compute(None, self.own(kv))
+        compute(None, [(self.axis.places, kv)])
         for number, stage in enumerate(stages):
             assert moving is not None
             arrived = moving.wait()
@@ -280,36 +312,31 @@ class Blocks:
             compute(stage, arrived)
             del arrived
 
-    def _fetch(self, stage: Stage, kv: Tensor) -> Handle[Arrived]:
-        heads = slice(*stage.heads)
+    def _fetch(self, stage: Stage, kv: KV) -> Handle[Arrived]:
+        heads, shape = slice(*stage.heads), kv[0].shape
         given, taken = self.given(stage), self.taken(stage)
-        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
-        parts = [kv[:, :, self.here(pieces), heads].reshape(-1) for pieces in given if pieces]
-        flat = torch.cat(parts) if parts else kv.new_empty(0)
-        sizes, arriving = self._sizes(given, row), self._sizes(taken, row)
+        parts = [x[:, self.here(pieces), heads].reshape(-1) for pieces in given if pieces for x in kv]
+        flat = torch.cat(parts) if parts else kv[0].new_empty(0)
+        sizes, arriving = self._sizes(given, stage, shape), self._sizes(taken, stage, shape)
         moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="keys and values")
-        return Handle(lambda: self.views(moving.wait(), taken, kv.shape, stage))
+        return Handle(lambda: self.views(moving.wait(), taken, shape, stage))
 
-    def give_back(self, stage: Stage, flat: Tensor, kv: Tensor) -> Callable[[], None]:
-        """Starts sending gradients of a stage's pieces to their owner; the result waits, and adds what came to `kv`.
+    def give_back(
+        self, stage: Stage, flat: Tensor, shape: torch.Size, add: Callable[[Stage, Arrived], None]
+    ) -> Callable[[], None]:
+        """Starts sending gradients of a stage's pieces to their owner; the result waits, and `add`s what came here.
 
-        flat: those gradients as `views` lays them out.  kv: gradients of the own keys and values.
+        flat: those gradients as `views` lays them out.  shape: of own keys.
         """
         given, taken = self.given(stage), self.taken(stage)
-        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
-        sizes, arriving = self._sizes(taken, row), self._sizes(given, row)
+        sizes, arriving = self._sizes(taken, stage, shape), self._sizes(given, stage, shape)
         moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="their gradients")
-
-        def add() -> None:
-            for pieces, grads in self.views(moving.wait(), given, kv.shape, stage):
-                kv[:, :, self.here(pieces), slice(*stage.heads)] += grads
-
-        return add
+        return lambda: add(stage, self.views(moving.wait(), given, shape, stage))
 
     def views(self, flat: Tensor, pieces: Sequence[tuple[int, ...]], shape: torch.Size, stage: Stage) -> Arrived:
-        """What ranks send, one after another, each [2 B n heads E]."""
-        batch, heads, head_dim = shape[1], stage.heads[1] - stage.heads[0], shape[4]
-        found, at = [], 0
+        """What ranks send, one after another, each [2 B n heads E].  shape: of own keys."""
+        batch, heads, head_dim = shape[0], stage.heads[1] - stage.heads[0], shape[3]
+        found, at = Arrived(), 0
         for those in filter(None, pieces):
             made = (2, batch, sum(map(self.size, those)), heads, head_dim)
             count = math.prod(made)
@@ -318,32 +345,42 @@ class Blocks:
         return found
 
     def total(self, stage: Stage, shape: torch.Size) -> int:
-        """Elements that come here in a stage."""
-        row = 2 * shape[1] * (stage.heads[1] - stage.heads[0]) * shape[4]
-        return sum(self._sizes(self.taken(stage), row))
+        """Elements that come here in a stage.  shape: of own keys."""
+        return sum(self._sizes(self.taken(stage), stage, shape))
 
-    def _sizes(self, pieces: Sequence[tuple[int, ...]], row: int) -> list[int]:
+    def _sizes(self, pieces: Sequence[tuple[int, ...]], stage: Stage, shape: torch.Size) -> list[int]:
+        row = 2 * shape[0] * (stage.heads[1] - stage.heads[0]) * shape[3]
         return [row * sum(self.size(piece) for piece in those) for those in pieces]
 
-    def tiles(self, arrived: Arrived, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
-        """Every tile between own queries and the pieces that are here, with what it reads.
+    def tiles(self, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
+        """Every tile between own queries and the pieces of a stage (None: the own), with what it reads.
 
         fused: a causal tile costs half of what a full one does, so that triangles may grow.
         """
-        found: list[_Piece] = []
-        heads = stage.heads if stage is not None else (0, kv_heads)
-        shared = num_heads // kv_heads
-        own = slice(heads[0] * shared, heads[1] * shared)
-        for number, (pieces, kv) in enumerate(arrived):
+        key = stage, kv_heads, num_heads, fused
+        if key not in self._tiles:
+            arriving = [self.axis.places] if stage is None else [those for those in self.taken(stage) if those]
+            heads = stage.heads if stage is not None else (0, kv_heads)
+            shared = num_heads // kv_heads
+            found = list(self._of_pieces(arriving, slice(heads[0] * shared, heads[1] * shared)))
+            self._tiles[key] = found if self.keep is not None else _joined(found, fused)
+        return self._tiles[key]
+
+    def count(self, kv_heads: int, num_heads: int, fused: bool) -> int:
+        """Tiles of all stages."""
+        stages = [None, *self.stages(kv_heads)]
+        return sum(len(self.tiles(stage, kv_heads, num_heads, fused)) for stage in stages)
+
+    def _of_pieces(self, arriving: Sequence[tuple[int, ...]], heads: slice) -> Iterator[_Piece]:
+        for number, pieces in enumerate(arriving):
             begin = 0
             for b in pieces:
                 for a, at in self.offsets.items():
                     for tile in self.tiling.tiles(a, b):
                         queries = slice(tile.queries[0] - self.cut[a][0] + at, tile.queries[1] - self.cut[a][0] + at)
                         keys = slice(tile.keys[0] - self.cut[b][0] + begin, tile.keys[1] - self.cut[b][0] + begin)
-                        found.append(_Piece(tile, number, kv, queries, keys, own))
+                        yield _Piece(tile, number, queries, keys, heads)
                 begin += self.size(b)
-        return found if self.keep is not None else _joined(found, fused)
 
     def kept(self, piece: _Piece, num_heads: int) -> Tensor | None:
         """What dropout leaves of a tile's probabilities: 0 or 1 / (1 - p), [rows heads queries keys]."""
@@ -354,19 +391,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tile and where its operands lie: number and tensor of the piece of keys and values, slices, query heads."""
+    """A tile and where its operands lie: the number of what arrived, slices, query heads."""
 
     tile: Tile
     number: int
-    kv: Tensor
     queries: slice
     keys: slice
     heads: slice
-
-    def is_all(self, q_BTHE: Tensor) -> bool:
-        """Whether these are all queries."""
-        batch, length, num_heads = q_BTHE.shape[:3]
-        return self.query_index == (slice(0, batch), slice(0, length), slice(0, num_heads))
 
     @property
     def query_index(self) -> tuple[slice, slice, slice]:
@@ -442,27 +473,18 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Blocks) -> Tensor:
-        num_heads, kv_heads = q.shape[2], k.shape[2]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = logs = torch.empty(0)
+        num_heads, kv_heads, fused = q.shape[2], k.shape[2], is_fused(q)
+        joined = Joined(q, work.count(kv_heads, num_heads, fused) - (sinks is None))
 
         def compute(stage: Stage | None, arrived: Arrived) -> None:
-            nonlocal out, logs
-            pieces = work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q))
-            alone = stage is None and len(pieces) == 1 and pieces[0].is_all(q)
-            if stage is None and not alone:
-                out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-                logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
-            for piece in pieces:
-                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
+            for piece in work.tiles(stage, kv_heads, num_heads, fused):
+                keys, values = (x[piece.key_index] for x in arrived[piece.number][1])
                 keep = work.kept(piece, num_heads)
-                made, log = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
-                if alone:
-                    out, logs = made.to(wide), log
-                else:
-                    merge(out[piece.query_index], logs[piece.log_index], made, log)
+                made = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
+                joined.add(piece.query_index, *made)
 
-        work.circulate(torch.stack((k, v)), compute)
+        work.circulate((k, v), compute)
+        out, logs = joined.result()
         if sinks is not None:
             sink(out, logs, sinks)
         ctx.work = work
@@ -474,41 +496,53 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logs, sinks = ctx.saved_tensors
-        work, num_heads, kv_heads = ctx.work, q.shape[2], k.shape[2]
-        kv = torch.stack((k, v))
-        grad_q = torch.zeros_like(q, dtype=logs.dtype, memory_format=torch.contiguous_format)
-        grad_kv = torch.zeros_like(kv, dtype=logs.dtype)
+        work, num_heads, kv_heads, fused = ctx.work, q.shape[2], k.shape[2], is_fused(q)
+        wide, travelling = logs.dtype, plan.returned(q.dtype.itemsize, work.is_plain)
+        grad_q = Total(q, wide, work.count(kv_heads, num_heads, fused) - 1)
+        later = len(work.tiles(None, kv_heads, num_heads, fused)) - 1 + work.receivers
+        grad_kv = [Total(x, wide, later) for x in (k, v)]
         returning: list[Callable[[], None]] = []
 
         @functools.cache
         def delta() -> Tensor:
-            product: Tensor = grad.to(logs.dtype) * out.to(logs.dtype)
+            product: Tensor = grad.to(wide) * out.to(wide)
             return product.sum(dim=-1).transpose(1, 2)  # [B H T]
 
+        def add(stage: Stage, arrived: Arrived) -> None:
+            for pieces, grads in arrived:
+                index = slice(None), work.here(pieces), slice(*stage.heads)
+                for total, x in zip(grad_kv, grads, strict=True):
+                    total.add(index, x)
+
         def compute(stage: Stage | None, arrived: Arrived) -> None:
-            if stage is None:
-                places = work.own(grad_kv)
-            else:
-                flat = grad_kv.new_zeros(work.total(stage, kv.shape))
-                places = work.views(flat, work.taken(stage), kv.shape, stage)
-            for piece in work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q)):
-                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
-                index, log_index, place = piece.query_index, piece.log_index, places[piece.number][1]
+            pieces = work.tiles(stage, kv_heads, num_heads, fused)
+            leaving = [grad_kv]
+            if stage is not None:  # what several tiles make is rounded by the owner alone
+                later = 0 if len(pieces) == 1 else 2
+                leaving = [[Total(x, wide, later) for x in pair] for _, pair in arrived]
+            for piece in pieces:
+                keys, values = (x[piece.key_index] for x in arrived[piece.number][1])
+                index, log_index = piece.query_index, piece.log_index
                 mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)
                 rest = None if is_one_kernel(q, mask, keep) else delta()[log_index]
                 made = backward(grad[index], q[index], keys, values, out[index], logs[log_index], rest, mask, keep)
-                grad_q[index] += made[0]
-                place[0][piece.key_index] += made[1]
-                place[1][piece.key_index] += made[2]
-            for add in returning:
-                add()
-            returning[:] = [work.give_back(stage, flat, grad_kv)] if stage is not None else []
+                grad_q.add(index, made[0])
+                for total, x in zip(leaving[piece.number], made[1:], strict=True):
+                    total.add(piece.key_index, x)
+            for finish in returning:
+                finish()
+            returning.clear()
+            if stage is not None:
+                kind = wide if travelling > q.dtype.itemsize else q.dtype
+                flat = [total.result().to(kind).reshape(-1) for pair in leaving for total in pair]
+                whole = torch.cat(flat) if flat else k.new_empty(0, dtype=kind)
+                returning.append(work.give_back(stage, whole, k.shape, add))
 
-        work.circulate(kv, compute)
-        for add in returning:
-            add()
+        work.circulate((k, v), compute)
+        for finish in returning:
+            finish()
         of_sinks = None if sinks is None else sink_gradient(logs, delta(), sinks)
-        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), of_sinks, None
+        return grad_q.result().to(q.dtype), *(x.result().to(k.dtype) for x in grad_kv), of_sinks, None
 
 
 # --- heads dealt out -------------------------------------------------------------------------------------------------

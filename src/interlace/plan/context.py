@@ -90,6 +90,19 @@ def wanted(blocks: frozenset[Range], ways: int, receiver: int, source: int) -> t
     return tuple(b for b in places(ways, source) if any((a, b) in blocks for a in places(ways, receiver)))
 
 
+def is_plain(window: int | None, has_documents: bool, drops: bool) -> bool:
+    """Whether one tile makes all that a rank owes an owner in a stage: all pairs are seen, and dropout takes none."""
+    return window is None and not has_documents and not drops
+
+
+def returned(itemsize: int, plain: bool) -> int:
+    """Bytes of an element of the gradients of keys and values that go to their owner, where they are added in fp32.
+
+    fp32, if tiles were added up before; what one tile made in half precision travels as it is.
+    """
+    return itemsize if plain else max(itemsize, 4)
+
+
 @dataclass(frozen=True)
 class Stage:
     """What travels at a time: own keys and values of `heads` to the ranks so many `distances` further on."""
@@ -185,8 +198,8 @@ def _sent(
             blocks = seen(length, ways, cfg.window(layer), those, cfg.sink_tokens)
             row = count * 2 * local_heads(cfg, plan.tp)[1] * cfg.head_dim  # keys and values of a position
             given, taken = (sum(positions) for positions in zip(*_moved(blocks, length, ways, rank), strict=True))
-            wide = max(itemsize, 4)
-            found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * wide)
+            plain = is_plain(cfg.window(layer), those is not None, cfg.attention_dropout > 0.0)
+            found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * returned(itemsize, plain))
         if routers and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
             again_all = 2 if plan.recompute == "full" else 1
             each = count * (again_all * routers * cfg.num_experts * 4 + 8 * routed)

@@ -37,7 +37,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
 from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
-from interlace.plan.context import as_data, choose
+from interlace.plan.context import as_data, choose, is_plain, returned
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
 from interlace.plan.share import overlapped
@@ -368,7 +368,7 @@ def _activations(
     if plan.recompute != "none":  # the block that backward has run again
         total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
     if exchange in ("ring", "gather"):
-        total += _exchanged(cfg, plan, exchange, sequences * length, compute)
+        total += _exchanged(cfg, plan, exchange, sequences * length, compute, documents)
     tokens = sequences * length
     if plan.ep > 1 and any(
         has_experts for _, has_experts in blocks
@@ -399,13 +399,20 @@ def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int) -> int:
     return fused_exchange.slots(tokens * cfg.experts_per_token, ep, most, fused_exchange.BLOCKS[compute])
 
 
-def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int) -> int:
-    """What one layer's backward holds while it runs block by block: own keys and values together, those of two stages
-    and what leaves, the fp32 gradients of q and of own, of one stage's leaving and arriving keys and values."""
+def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, documents: bool) -> int:
+    """What one layer's backward holds while it runs block by block: keys and values of two stages and what leaves, the
+    gradient of q and a tile's part of it, those of own keys and values, and of one stage's three times: as a tile made
+    them, leaving, and arriving."""
     heads, kv_heads = local_heads(cfg, plan.tp)
     own = 2 * tokens * kv_heads * cfg.head_dim
     stage = own if exchange == "ring" else own // kv_heads * (plan.cp - 1)
-    return compute * (own + 3 * stage) + 4 * (own + 2 * stage + tokens * heads * cfg.head_dim)
+    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
+    plain = all(is_plain(window, documents, cfg.attention_dropout > 0.0) for window in windows)
+    once = plain and plan.cp == 2  # one addition to what a kernel made
+    of_q = compute if once and exchange == "ring" else max(compute, 4)
+    of_own = compute if once else max(compute, 4)
+    returned_stage = 3 * returned(compute, plain) * stage
+    return 3 * compute * stage + (compute + of_q) * tokens * heads * cfg.head_dim + of_own * own + returned_stage
 
 
 def _rows(tokens: int, plan: ParallelPlan) -> int:
