@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rank_functions_train as train
-from interlace.collectives import Group, Handle, Meter, make_groups, sum_scalars
+from interlace.collectives import Group, Handle, Meter, between_all, make_groups, sum_scalars
 from interlace.config import ModelConfig
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
@@ -59,9 +59,10 @@ def run_core(
     return found
 
 
-def attend(world: World, cases: list[dict[str, Any]]) -> None:
-    """Every exchange against `attention` of the whole, forward and backward, in fp64."""
+def attend(world: World, cases: list[dict[str, Any]], copies: bool = False) -> None:
+    """Every exchange against `attention` of the whole, forward and backward, in fp64; copies: by lines that copy."""
     group = group_of(world)
+    boxes = between_all(group, 60.0) if copies else None
     for case in cases:
         length, window, documents = case["length"], case.get("window"), case.get("documents")
         heads, kv_heads = case.get("heads", (12, 12))
@@ -76,13 +77,15 @@ def attend(world: World, cases: list[dict[str, Any]]) -> None:
         out.backward(weight)
         expected = [out.detach(), *(x.grad for x in own if x.grad is not None)]
         for exchange, fused in (*((name, False) for name in EXCHANGES), ("ring", True)):
-            axis = SequenceAxis(group, length, exchange)
+            axis = SequenceAxis(group, length, exchange, boxes)
+            group.meter.reset_counts()
             with mock.patch.object(context, "is_fused", lambda q, fused=fused: fused):  # triangles grow, as on a GPU
                 found = run_core(axis, whole, q, k, v, weight, *sinks)
             for what, a, b in zip(("out", "q", "k", "v", "sinks")[: len(expected)], found, expected, strict=True):
                 held = b if what == "sinks" else b[:, axis.columns()]
                 apart = (a - held).abs().max() / b.abs().max().clamp(min=1.0)  # q's are 0, window 1
                 assert apart <= 1e-12, (exchange, what, apart, case)
+            assert ("send", "cp") not in group.meter.sent  # counted as the exchange that it is
 
 
 def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:

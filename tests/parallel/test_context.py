@@ -51,6 +51,14 @@ def test_every_exchange_is_attention(run_ranks: Run, ways: int) -> None:
     run_ranks(f"{OURS}:attend", ways, {"cases": cases})
 
 
+@pytest.mark.parametrize("ways", [2, 3])
+def test_lines_that_copy_carry_every_exchange(run_ranks: Run, ways: int) -> None:
+    """Messages through one slot, which grows with them: `collectives.boxes`."""
+    heads = {2: (6, 2), 3: (12, 3)}[ways]
+    cases = [{**case, "heads": heads} for case in [{"length": 7}, *MASKS[:4], *SUNK[1:4], MASKS[7]]]
+    run_ranks(f"{OURS}:attend", ways, {"cases": cases, "copies": True})
+
+
 def test_lengths_that_do_not_divide_by_twice_the_ranks(run_ranks: Run) -> None:
     """NVIDIA/TransformerEngine#1930, NVIDIA/Megatron-LM#1669: 7 positions, and 7 and 5 packed, lose none."""
     packed = {"length": 12, "documents": [[0] * 7 + [1] * 5]}

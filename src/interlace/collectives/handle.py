@@ -207,10 +207,10 @@ class Handle(Generic[T]):
 
 
 class Sending:
-    """A send under way.  It holds its tensor; let it go when it `is_done`, which gloo never says, or after `wait`."""
+    """A send under way.  It holds its tensors; let it go when it `is_done`, which gloo never says, or after `wait`."""
 
-    def __init__(self, tensor: torch.Tensor, handle: Handle[None], is_done: Callable[[], bool]) -> None:
-        self._tensor, self._handle, self._is_done = tensor, handle, is_done
+    def __init__(self, tensors: Sequence[torch.Tensor], handle: Handle[None], is_done: Callable[[], bool]) -> None:
+        self._tensors, self._handle, self._is_done = tensors, handle, is_done
 
     @property
     def is_done(self) -> bool:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from interlace import random
-from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
+from interlace.collectives import Boxes, Group, Handle, all_gather, all_to_all, sum_scalars
 from interlace.parallel.blocks import (
     Joined,
     Tile,
@@ -54,11 +53,13 @@ from interlace.plan.context import Stage
 
 @dataclass(frozen=True, eq=False)
 class SequenceAxis:
-    """The context axis: its ranks, the length of every sequence, and the exchange ("ring", "gather", "ulysses")."""
+    """The context axis: its ranks, the length of every sequence, the exchange ("ring", "gather", "ulysses"), and lines
+    over copy engines between every two ranks, where there are any."""
 
     group: Group
     length: int
     exchange: str
+    boxes: Boxes | None = None
 
     @property
     def places(self) -> tuple[int, int]:
@@ -79,6 +80,65 @@ class SequenceAxis:
     def counts(self) -> list[int]:
         """Positions that each rank holds."""
         return [plan.held(self.length, self.group.size, rank) for rank in range(self.group.size)]
+
+    def exchange_parts(
+        self,
+        leaving: Sequence[Sequence[Tensor]],
+        arriving: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        most: int,
+        name: str,
+    ) -> Handle[list[Tensor]]:
+        """An all-to-all: the result holds, of each rank, the elements that it sends here, 1-D.
+
+        leaving: for each rank tensors of `dtype`, one after another.  arriving: elements from each.  most: elements
+        that no message of any rank exceeds, the same on every rank.
+        """
+        group = self.group
+        flats = [[part.reshape(-1) for part in parts] for parts in leaving]
+        if self.boxes is not None:
+            return self._through_boxes(self.boxes, flats, arriving, dtype, most, name)
+        sizes = [sum(part.numel() for part in parts) for parts in flats]
+        flat = _joined_parts(flats, dtype, group.device)
+        moving = all_to_all(flat, group, send_sizes=sizes, receive_sizes=arriving, name=name)
+        return Handle(lambda: list(moving.wait().split(list(arriving))))
+
+    def _through_boxes(
+        self,
+        boxes: Boxes,
+        flats: Sequence[Sequence[Tensor]],
+        arriving: Sequence[int],
+        dtype: torch.dtype,
+        most: int,
+        name: str,
+    ) -> Handle[list[Tensor]]:
+        group, own = self.group, self.group.rank
+        boxes.require(most * dtype.itemsize)
+        others = [peer for peer in range(group.size) if peer != own]
+        sends = [
+            boxes[own, peer].send(*flats[peer], name=name, kind="all_to_all")
+            for peer in others
+            if sum(part.numel() for part in flats[peer])
+        ]
+        coming = {peer: boxes[peer, own].receive((arriving[peer],), dtype, name) for peer in others if arriving[peer]}
+
+        def wait() -> list[Tensor]:
+            found = {peer: each.wait() for peer, each in coming.items()}
+            for each in sends:  # then what left may be written again
+                each.wait()
+            found[own] = _joined_parts([flats[own]], dtype, group.device)
+            return [found.get(peer, found[own][:0]) for peer in range(group.size)]
+
+        handle = Handle(wait)
+        if group.meter.at_once:
+            handle.wait()
+        return handle
+
+
+def _joined_parts(flats: Sequence[Sequence[Tensor]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    parts = [part for flat in flats for part in flat]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
 
 def split_sequences(decoder: Any, axis: SequenceAxis) -> None:
@@ -313,44 +373,47 @@ class Blocks:
             del arrived
 
     def _fetch(self, stage: Stage, kv: KV) -> Handle[Arrived]:
-        heads, shape = slice(*stage.heads), kv[0].shape
-        given, taken = self.given(stage), self.taken(stage)
-        parts = [x[:, self.here(pieces), heads].reshape(-1) for pieces in given if pieces for x in kv]
-        flat = torch.cat(parts) if parts else kv[0].new_empty(0)
-        sizes, arriving = self._sizes(given, stage, shape), self._sizes(taken, stage, shape)
-        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="keys and values")
-        return Handle(lambda: self.views(moving.wait(), taken, shape, stage))
+        heads, given = slice(*stage.heads), self.given(stage)
+        leaving = [[x[:, self.here(pieces), heads] for x in kv] if pieces else [] for pieces in given]
+        return self._exchange(stage, leaving, self.taken(stage), kv[0].shape, kv[0].dtype, "keys and values")
 
     def give_back(
-        self, stage: Stage, flat: Tensor, shape: torch.Size, add: Callable[[Stage, Arrived], None]
+        self,
+        stage: Stage,
+        made: Sequence[Sequence[Tensor]],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        add: Callable[[Stage, Arrived], None],
     ) -> Callable[[], None]:
-        """Starts sending gradients of a stage's pieces to their owner; the result waits, and `add`s what came here.
+        """Starts sending gradients of a stage's pieces to their owners; the result waits, and `add`s what came here.
 
-        flat: those gradients as `views` lays them out.  shape: of own keys.
+        made: of each rank whose pieces are here, in order, those of keys and of values, [B n heads E] of `dtype`.
+        shape: of own keys.
         """
-        given, taken = self.given(stage), self.taken(stage)
-        sizes, arriving = self._sizes(taken, stage, shape), self._sizes(given, stage, shape)
-        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="their gradients")
-        return lambda: add(stage, self.views(moving.wait(), given, shape, stage))
+        each = iter(made)
+        leaving = [next(each) if pieces else [] for pieces in self.taken(stage)]
+        moving = self._exchange(stage, leaving, self.given(stage), shape, dtype, "their gradients")
+        return lambda: add(stage, moving.wait())
 
-    def views(self, flat: Tensor, pieces: Sequence[tuple[int, ...]], shape: torch.Size, stage: Stage) -> Arrived:
-        """What ranks send, one after another, each [2 B n heads E].  shape: of own keys."""
+    def _exchange(
+        self,
+        stage: Stage,
+        leaving: Sequence[Sequence[Tensor]],
+        arriving: Sequence[tuple[int, ...]],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        name: str,
+    ) -> Handle[Arrived]:
         batch, heads, head_dim = shape[0], stage.heads[1] - stage.heads[0], shape[3]
-        found, at = Arrived(), 0
-        for those in filter(None, pieces):
-            made = (2, batch, sum(map(self.size, those)), heads, head_dim)
-            count = math.prod(made)
-            found.append((those, flat[at : at + count].view(made)))
-            at += count
-        return found
+        held, row = [sum(map(self.size, those)) for those in arriving], 2 * batch * heads * head_dim
+        most = row * max(self.axis.counts())
+        moving = self.axis.exchange_parts(leaving, [row * n for n in held], dtype, most=most, name=name)
 
-    def total(self, stage: Stage, shape: torch.Size) -> int:
-        """Elements that come here in a stage.  shape: of own keys."""
-        return sum(self._sizes(self.taken(stage), stage, shape))
+        def views() -> Arrived:
+            found = zip(arriving, held, moving.wait(), strict=True)
+            return [(those, flat.view(2, batch, n, heads, head_dim)) for those, n, flat in found if those]
 
-    def _sizes(self, pieces: Sequence[tuple[int, ...]], stage: Stage, shape: torch.Size) -> list[int]:
-        row = 2 * shape[0] * (stage.heads[1] - stage.heads[0]) * shape[3]
-        return [row * sum(self.size(piece) for piece in those) for those in pieces]
+        return Handle(views)
 
     def tiles(self, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
         """Every tile between own queries and the pieces of a stage (None: the own), with what it reads.
@@ -534,9 +597,8 @@ class _Attend(torch.autograd.Function):
             returning.clear()
             if stage is not None:
                 kind = wide if travelling > q.dtype.itemsize else q.dtype
-                flat = [total.result().to(kind).reshape(-1) for pair in leaving for total in pair]
-                whole = torch.cat(flat) if flat else k.new_empty(0, dtype=kind)
-                returning.append(work.give_back(stage, whole, k.shape, add))
+                made_here = [[total.result().to(kind) for total in pair] for pair in leaving]
+                returning.append(work.give_back(stage, made_here, k.shape, kind, add))
 
         work.circulate((k, v), compute)
         for finish in returning:
@@ -553,12 +615,13 @@ def deal(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range]) -> Te
     group, counts = axis.group, axis.counts()
     own = slice(*ranges[group.rank])
     batch, head_dim = x_BTHE.shape[0], x_BTHE.shape[3]
-    parts = [x_BTHE[:, :, slice(*there)].reshape(-1) for there in ranges]
-    sizes, width = [part.numel() for part in parts], batch * (own.stop - own.start) * head_dim
+    leaving = [[x_BTHE[:, :, slice(*there)]] for there in ranges]
+    width = batch * (own.stop - own.start) * head_dim
+    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim
     arriving = [count * width for count in counts]
-    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="deal heads").wait()
+    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="deal heads").wait()
     made = x_BTHE.new_empty(batch, axis.length, own.stop - own.start, head_dim)
-    for rank, part in enumerate(flat.split(arriving)):
+    for rank, part in enumerate(parts):
         made[:, axis.all_columns[rank]] = part.view(batch, counts[rank], -1, head_dim)
     return made
 
@@ -567,13 +630,13 @@ def collect(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range], nu
     """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks."""
     group, counts = axis.group, axis.counts()
     batch, head_dim, here = x_BTHE.shape[0], x_BTHE.shape[3], counts[group.rank]
-    parts = [x_BTHE[:, columns_T].reshape(-1) for columns_T in axis.all_columns]
-    sizes = [part.numel() for part in parts]
+    leaving = [[x_BTHE[:, columns_T]] for columns_T in axis.all_columns]
     arriving = [batch * here * (high - low) * head_dim for low, high in ranges]
-    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="collect heads").wait()
+    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim
+    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="collect heads").wait()
     wide = torch.promote_types(x_BTHE.dtype, torch.float32)
     made = x_BTHE.new_zeros(batch, here, num_heads, head_dim, dtype=wide)
-    for heads, part in zip(ranges, flat.split(arriving), strict=True):
+    for heads, part in zip(ranges, parts, strict=True):
         made[:, :, slice(*heads)] += part.view(batch, here, -1, head_dim)
     return made.to(x_BTHE.dtype)
 

@@ -210,6 +210,19 @@ def _sent(
     return found
 
 
+def largest(config: Config, plan: ParallelPlan, tokens: int, itemsize: int) -> int:
+    """Bytes of the largest message between two ranks of the axis, for so many positions a rank."""
+    cfg, exchange = config.model_config(), choose(config, plan)
+    num_heads, kv_heads = local_heads(cfg, plan.tp)
+    if exchange == "ulysses":
+        return tokens * num_heads // plan.cp * cfg.head_dim * itemsize
+    documents, drops = config.data.documents == "separate", cfg.attention_dropout > 0.0
+    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
+    wide = max(returned(itemsize, is_plain(window, documents, drops)) for window in windows)
+    heads = max(stage.heads[1] - stage.heads[0] for stage in stages(exchange, plan.cp, kv_heads))
+    return 2 * tokens * heads * cfg.head_dim * wide
+
+
 def _moved(blocks: frozenset[Range], length: int, ways: int, rank: int) -> Iterator[Range]:
     """For every peer: positions whose keys `rank` gives to it, and takes from it."""
     cut = pieces(length, ways)

@@ -37,7 +37,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
 from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
-from interlace.plan.context import as_data, choose, is_plain, returned
+from interlace.plan.context import as_data, choose, is_plain, largest, returned
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
 from interlace.plan.share import overlapped
@@ -178,12 +178,18 @@ def _symmetric(
 
 
 def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
-    """What a pipeline's lines over copy engines hold on every rank, on GPUs that reach each other."""
-    if plan.pp == 1 or device != "cuda" or plan.transport == "library":
+    """What lines over copy engines hold on every rank, between stages and along cp, on GPUs that reach each other."""
+    if device != "cuda" or plan.transport == "library":
         return 0
-    itemsize = 2 if config.train.precision == "bf16" else 4
-    message = boxes.slot(_rows(tokens, plan) * config.model_config().hidden_size * itemsize)
-    return boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
+    cfg, itemsize = config.model_config(), 2 if config.train.precision == "bf16" else 4
+    total = 0
+    if plan.pp > 1:
+        message = boxes.slot(_rows(tokens, plan) * cfg.hidden_size * itemsize)
+        total += boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
+    if plan.cp > 1:
+        message = boxes.slot(largest(config, plan, tokens, itemsize))
+        total += boxes.arena(plan.cp - 1, message, plan.cp, slots=1)
+    return total
 
 
 def _own_stages(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from interlace import hf_config, random, spec
-from interlace.collectives import Group, Groups, Meter, all_gather, make_groups, neighbours, strided
+from interlace.collectives import Group, Groups, Meter, all_gather, between_all, make_groups, neighbours, reach, strided
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.kernels import tune
@@ -123,7 +123,10 @@ def build(world: World, cfg: Config) -> Session:
     axis_of_cp = None
     if cfg.plan.cp > 1:
         ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
-        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, context.choose(cfg, cfg.plan))
+        exchange = context.choose(cfg, cfg.plan)
+        copies = cfg.plan.transport != "library" and ranks.device.type == "cuda" and reach(ranks)
+        boxes = between_all(ranks, cfg.run.timeout) if copies else None
+        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, exchange, boxes)
         split_sequences(decoder, axis_of_cp)
     no_graphs = _no_graphs(cfg, world.device)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile, cfg.train.graphs and not no_graphs)
@@ -168,6 +171,7 @@ def build(world: World, cfg: Config) -> Session:
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
     if axis_of_cp is not None:
         made.columns_T = axis_of_cp.columns()
+        model.boxes += [] if axis_of_cp.boxes is None else [axis_of_cp.boxes]
     if mesh.size("tp") > 1 and cfg.plan.overlap in ("auto", "fused"):
         made.table = _one_table(groups)
     if decoder.replays and groups["tp"].size > 1:
