@@ -188,7 +188,7 @@ def resident(world: World, length: int) -> dict[str, int]:
         most = max(most, more + sum(t.numel() * 4 for ref in alive if (t := ref()) is not None))
 
     with mock.patch.object(context, "all_to_all", all_to_all):
-        context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived: None)
+        context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived, behind: None)
     return {"most": most, "one": (k.numel() + v.numel()) * 4}
 
 

@@ -22,6 +22,7 @@ goes to an owner, travel as the tile made them (`plan.context.returned`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from interlace import random
-from interlace.collectives import Boxes, Group, Handle, all_gather, all_to_all, sum_scalars
+from interlace.collectives import Boxes, Group, Handle, Meter, all_gather, all_to_all, sum_scalars
 from interlace.parallel.blocks import (
     Joined,
     Tile,
@@ -49,6 +50,7 @@ from interlace.parallel.blocks import (
 )
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
+from interlace.streams import On, current
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,6 +282,43 @@ class SplitRoom(nn.Module):
 Pair = Sequence[Tensor] | Tensor  # keys and values, each [B n K E]
 Arrived = list[tuple[tuple[int, ...], Pair]]  # of some pieces, one after another
 KV = tuple[Tensor, Tensor]
+Behind = Callable[[Callable[[], None]], None]  # runs a call now, or behind what was computed before
+Compute = Callable[[Stage | None, Arrived, Behind], None]
+
+
+class Beside:
+    """`with beside:` runs what follows on a side stream, and the compute stream waits for its end.
+
+    The side stream begins where the compute stream was at `begin`.  Tiles on it fill multiprocessors that those of the
+    compute stream leave idle at their end, and by its greater priority they are done first, so that what they make can
+    leave while others run.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._compute, self._side = meter, current(device), _side_stream(device)
+
+    def begin(self) -> None:
+        self._since = torch.cuda.Event()
+        self._since.record(self._compute)
+
+    def __enter__(self) -> None:
+        self._side.wait_event(self._since)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._meter.beside(self._compute))
+        self._stack.enter_context(On(self._side))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._compute.wait_stream(self._side)
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class Blocks:
@@ -357,20 +396,35 @@ class Blocks:
         tiling = self.tiling
         return plan.is_plain(tiling.window, tiling.documents_BT is not None, self.keep is not None)
 
-    def circulate(self, kv: KV, compute: Callable[[Stage | None, Arrived], None]) -> None:
+    def beside(self, q_BTHE: Tensor) -> Beside | None:
+        """A side stream for others' pieces where all tiles are kernels and transfers may run beside them."""
+        meter = self.axis.group.meter
+        runs = self.is_plain and is_fused(q_BTHE) and q_BTHE.is_cuda and not meter.at_once
+        return Beside(meter, q_BTHE.device) if runs else None
+
+    def circulate(self, kv: KV, compute: Compute, beside: Beside | None = None) -> None:
         """Calls `compute` for the own pieces (None), then for those of each stage, the next being under way meanwhile.
 
-        kv: keys and values, this rank's, [B T K E].  No more than two stages' are here at once.
+        kv: keys and values, this rank's, [B T K E].  No more than two stages' are here at once.  beside: others' pieces
+        run there; what `compute` gives to its last argument runs behind all that was computed before.
         """
         stages = self.stages(kv[0].shape[2])
         moving = self._fetch(stages[0], kv) if stages else None
-        compute(None, [(self.axis.places, kv)])
+        if beside is not None:
+            beside.begin()
+        compute(None, [(self.axis.places, kv)], _at_once)
         for number, stage in enumerate(stages):
             assert moving is not None
-            arrived = moving.wait()
-            moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
-            compute(stage, arrived)
-            del arrived
+            behind: list[Callable[[], None]] = []
+            with beside or contextlib.nullcontext():
+                arrived = moving.wait()
+                moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
+                compute(stage, arrived, _at_once if beside is None else behind.append)
+            for call in behind:
+                call()
+            del arrived, behind
+            if beside is not None:
+                beside.begin()
 
     def _fetch(self, stage: Stage, kv: KV) -> Handle[Arrived]:
         heads, given = slice(*stage.heads), self.given(stage)
@@ -539,14 +593,14 @@ class _Attend(torch.autograd.Function):
         num_heads, kv_heads, fused = q.shape[2], k.shape[2], is_fused(q)
         joined = Joined(q, work.count(kv_heads, num_heads, fused) - (sinks is None))
 
-        def compute(stage: Stage | None, arrived: Arrived) -> None:
+        def compute(stage: Stage | None, arrived: Arrived, behind: Behind) -> None:
             for piece in work.tiles(stage, kv_heads, num_heads, fused):
                 keys, values = (x[piece.key_index] for x in arrived[piece.number][1])
                 keep = work.kept(piece, num_heads)
                 made = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
-                joined.add(piece.query_index, *made)
+                behind(functools.partial(joined.add, piece.query_index, *made))
 
-        work.circulate((k, v), compute)
+        work.circulate((k, v), compute, work.beside(q))
         out, logs = joined.result()
         if sinks is not None:
             sink(out, logs, sinks)
@@ -577,7 +631,7 @@ class _Attend(torch.autograd.Function):
                 for total, x in zip(grad_kv, grads, strict=True):
                     total.add(index, x)
 
-        def compute(stage: Stage | None, arrived: Arrived) -> None:
+        def compute(stage: Stage | None, arrived: Arrived, behind: Behind) -> None:
             pieces = work.tiles(stage, kv_heads, num_heads, fused)
             leaving = [grad_kv]
             if stage is not None:  # what several tiles make is rounded by the owner alone
@@ -589,18 +643,18 @@ class _Attend(torch.autograd.Function):
                 mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)
                 rest = None if is_one_kernel(q, mask, keep) else delta()[log_index]
                 made = backward(grad[index], q[index], keys, values, out[index], logs[log_index], rest, mask, keep)
-                grad_q.add(index, made[0])
+                behind(functools.partial(grad_q.add, index, made[0]))
                 for total, x in zip(leaving[piece.number], made[1:], strict=True):
                     total.add(piece.key_index, x)
             for finish in returning:
-                finish()
+                behind(finish)
             returning.clear()
             if stage is not None:
                 kind = wide if travelling > q.dtype.itemsize else q.dtype
                 made_here = [[total.result().to(kind) for total in pair] for pair in leaving]
                 returning.append(work.give_back(stage, made_here, k.shape, kind, add))
 
-        work.circulate((k, v), compute)
+        work.circulate((k, v), compute, work.beside(q))
         for finish in returning:
             finish()
         of_sinks = None if sinks is None else sink_gradient(logs, delta(), sinks)
