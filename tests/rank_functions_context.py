@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from interlace.world import World
 
 CPU = torch.device("cpu")
 EXCHANGES = ("ring", "gather", "ulysses")
+HEADS = (8, 2, 2, 8)
 
 
 def group_of(world: World) -> Group:
@@ -107,6 +109,13 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
         def __init__(self, q_BTHE: Tensor, later: int) -> None:
             super().__init__(q_BTHE, 99)
 
+    class Behind(contextlib.nullcontext[None]):
+        """As a side stream: what joins others' pieces to the own ones comes after all of a stage."""
+
+        def begin(self) -> None:
+            pass
+
+    behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
     for case in cases:
         length, documents = case["length"], case.get("documents")
         whole = Pattern(2, length, CPU, documents and torch.tensor(documents), case.get("window"))
@@ -115,6 +124,8 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
         for others in ({}, {"Total": InFp32, "Joined": JoinedInFp32}):
             group.meter.reset_counts()
             with contextlib.ExitStack() as stack:
+                if not others:
+                    stack.enter_context(behind)
                 patches = {"is_fused": lambda q: True, "forward": kernel(blocks.forward, 1)}
                 patches["backward"] = kernel(blocks.backward, 3)
                 stack.enter_context(mock.patch.multiple(context, **patches, **others))
@@ -129,6 +140,47 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
             apart = (a - b[:, SequenceAxis(group, length, "ring").columns()]).abs().max() / b.abs().max()
             assert apart < 2e-2, (case, apart)
     return sent
+
+
+def chained(world: World, repeats: int) -> float:
+    """On GPUs, bf16: layers one after another, their memory taken anew each time, by copy engines and by the library;
+    the largest difference from attention of the whole, over the largest value."""
+    device, worst, none = world.device, 0.0, torch.empty(0)
+    group = make_groups(Mesh((("cp", world.size), ("dp", 1))), world.rank, device, 60.0, Meter(world.waiting))["cp"]
+    boxes = between_all(group, 60.0)
+    lengths: list[tuple[int, list[int] | None]] = [(1024, None), (2051, None), (2048, [300, 700, 48, 500, 500])]
+    for (length, documents), exchange, lines in itertools.product(lengths, EXCHANGES, (boxes, None)):
+        numbers = documents and torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+        whole = Pattern(2, length, device, None if numbers is None else numbers[None].repeat(2, 1))
+        axis = SequenceAxis(group, length, exchange, lines)
+        pattern = SplitPattern(axis, whole)
+        pattern.prepare(torch.bfloat16, 64)
+        core, at = SplitCore(AttentionCore(None, 0.0, "core"), axis), axis.columns().to(device)
+        given = Context(torch.zeros(2, dtype=torch.int64, device=device), at, (none, none), {None: pattern})
+        layers, expected = [], []
+        for layer in range(4):
+            *inputs, weight = (seeded(2, length, n, 64, seed=10 * layer + n).to(device, torch.bfloat16) for n in HEADS)
+            own = [x.clone().requires_grad_() for x in inputs]
+            out = attention(*own, whole)
+            out.backward(weight)
+            layers.append((inputs, weight))
+            expected.append([x[:, at] for x in (out.detach(), *(x.grad for x in own if x.grad is not None))])
+        for _ in range(repeats):
+            made = []
+            for inputs, _ in layers:
+                own = [x[:, at].contiguous().requires_grad_() for x in inputs]
+                made.append((core(*own, given), own))
+                torch.full((1 << 20,), float("nan"), device=device)
+            for (out, _), (_, weight) in zip(reversed(made), reversed(layers), strict=True):
+                out.backward(weight[:, at].contiguous())
+                torch.full((1 << 20,), float("nan"), device=device)
+            for (out, own), those in zip(made, expected, strict=True):
+                for a, b in zip((out.detach(), *(x.grad for x in own)), those, strict=True):
+                    assert a is not None
+                    apart = (a.float() - b.float()).abs().max() / b.float().abs().max()
+                    worst = max(worst, float("inf") if apart.isnan() else apart.item())
+    boxes.check()
+    return worst
 
 
 def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int, int, int]]]:

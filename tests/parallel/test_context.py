@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace import launch
 from interlace.collectives import Group, Meter
 from interlace.models.attention import Pattern
 from interlace.parallel import blocks
@@ -203,3 +204,10 @@ def test_plain_causal_is_one_kernel_for_each_rank_whose_keys_are_seen(ways: int,
             assert piece.tile.kind == "full"
             pairs += (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
     assert pairs == length * (length + 1) // 2
+
+
+@pytest.mark.gpu2
+def test_layers_on_two_gpus_while_their_memory_changes_hands() -> None:
+    """Tiles on two streams, keys by copy engines: what is read too early, or written too early, shows."""
+    for worst in launch.run_local(f"{OURS}:chained", 2, {"repeats": 12}, device="cuda", timeout=100.0):
+        assert worst < 2e-2

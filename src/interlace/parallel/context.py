@@ -396,11 +396,14 @@ class Blocks:
         tiling = self.tiling
         return plan.is_plain(tiling.window, tiling.documents_BT is not None, self.keep is not None)
 
-    def beside(self, q_BTHE: Tensor) -> Beside | None:
+    def beside(self, q_BTHE: Tensor, kv_heads: int) -> Beside | None:
         """A side stream for others' pieces where all tiles are kernels and transfers may run beside them."""
-        meter = self.axis.group.meter
-        runs = self.is_plain and is_fused(q_BTHE) and q_BTHE.is_cuda and not meter.at_once
-        return Beside(meter, q_BTHE.device) if runs else None
+        meter, num_heads = self.axis.group.meter, q_BTHE.shape[2]
+        if meter.at_once or self.keep is not None or not (q_BTHE.is_cuda and is_fused(q_BTHE)):
+            return None
+        stages = [None, *self.stages(kv_heads)]
+        tiles = (piece.tile for stage in stages for piece in self.tiles(stage, kv_heads, num_heads, True))
+        return None if any(tile.kind == "mask" for tile in tiles) else Beside(meter, q_BTHE.device)
 
     def circulate(self, kv: KV, compute: Compute, beside: Beside | None = None) -> None:
         """Calls `compute` for the own pieces (None), then for those of each stage, the next being under way meanwhile.
@@ -600,7 +603,7 @@ class _Attend(torch.autograd.Function):
                 made = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
                 behind(functools.partial(joined.add, piece.query_index, *made))
 
-        work.circulate((k, v), compute, work.beside(q))
+        work.circulate((k, v), compute, work.beside(q, kv_heads))
         out, logs = joined.result()
         if sinks is not None:
             sink(out, logs, sinks)
@@ -654,7 +657,7 @@ class _Attend(torch.autograd.Function):
                 made_here = [[total.result().to(kind) for total in pair] for pair in leaving]
                 returning.append(work.give_back(stage, made_here, k.shape, kind, add))
 
-        work.circulate((k, v), compute, work.beside(q))
+        work.circulate((k, v), compute, work.beside(q, kv_heads))
         for finish in returning:
             finish()
         of_sinks = None if sinks is None else sink_gradient(logs, delta(), sinks)
