@@ -569,8 +569,8 @@ def _accounts(
     cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
 ) -> Iterator[Account]:
     given = cfg
-    if cfg.plan.overlap == "fused" and not found["fused"]:  # rows of experts go by all-to-all where peers are far
-        given = replace(cfg, plan=replace(cfg.plan, overlap="auto"))
+    if cfg.plan.overlap in ("auto", "fused"):  # rows of experts go by all-to-all where peers are far
+        given = replace(cfg, plan=replace(cfg.plan, overlap="fused" if found["fused"] else "auto"))
     chosen = {Product(**product): Way(**way) for product, way in found["ways"]}
     expected = share(given, rank, alone["batch"], alone["documents"], visits, chosen)
     resident = found["resident"]
