@@ -247,6 +247,13 @@ def under_a_fused_plan(world: World, **argument: Any) -> dict[str, Any]:
     return found
 
 
+def notes(world: World, config: str) -> tuple[list[str], float | None]:
+    """What a run says before its first step, and the room that its exchange has."""
+    session = sessions.build(world, loads(config))
+    found = [each.fused for each in session.model.module.modules() if isinstance(each, SplitDispatch)]
+    return session.notes, getattr(found[0], "room", None)
+
+
 def under_a_plan_on_gpus(world: World, **argument: Any) -> dict[str, Any]:
     """The same, of ranks that take themselves for GPUs and their numbers for bf16, without being asked to fuse."""
 

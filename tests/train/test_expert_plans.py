@@ -171,6 +171,18 @@ def test_the_fused_exchange_is_proven_and_accounted(plan: str, tmp_path: Path, m
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(("word", "room"), [("overlap=fused", "1.5"), ("overlap=fused expert_room=2", "2"), ("", "")])
+def test_a_run_says_that_it_takes_the_fused_exchange(
+    word: str, room: str, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    said = [f"rows to experts: fused exchange, room for {room} times the even rows at first"] if room else []
+    config = runs.config(tmp_path, f"dp=2 ep=2 {word}", [*SMALL, *FEW]).to_toml()
+    found = run_ranks("rank_functions_expert:notes", 2, {"config": config})
+    assert found == [[said, float(room) if room else None]] * 2
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("under", ["under_a_plan_on_gpus", "under_a_plan_on_cpus"])
 def test_auto_takes_the_fused_exchange_on_gpus(under: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks

@@ -100,6 +100,11 @@ def split_experts(
     return {**parts, **made}
 
 
+def is_fused(decoder: nn.Module) -> bool:
+    """Whether rows go by the fused exchange; of a decoder without layers of experts they do not."""
+    return any(isinstance(module, SplitDispatch) and module.fused is not None for module in decoder.modules())
+
+
 class SplitDispatch(nn.Module):
     """In the place of `Dispatch`: weights are those of the experts that are here, [X/ep ..].
 

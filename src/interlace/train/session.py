@@ -22,7 +22,7 @@ from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.models.moe import experts
 from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
-from interlace.parallel.expert import ExpertAxis, split_experts
+from interlace.parallel.expert import ExpertAxis, is_fused, split_experts
 from interlace.parallel.part import Part, holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
@@ -179,6 +179,10 @@ def build(world: World, cfg: Config) -> Session:
         made.notes.append(f"train.graphs is left out, since {no_graphs}")
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
+    if is_fused(decoder):
+        made.notes.append(
+            f"rows to experts: fused exchange, room for {cfg.plan.expert_room:g} times the even rows at first"
+        )
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
