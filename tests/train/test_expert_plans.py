@@ -238,11 +238,16 @@ def test_two_gpus_train_in_bf16(tmp_path: Path) -> None:
     """Grouped products, experts whole on their rank and copies that compute: losses near those of one GPU."""
     sizes = ["model.hidden_size=64", "model.expert_ffn_size=64", "train.precision=bf16", "train.steps=3"]
     found = []
-    for plan in ("dp=1", "dp=2 ep=2 zero=3 expert_halves=on", "dp=2 ep=2 zero=3 overlap=fused"):
+    for plan in (
+        "dp=1",
+        "dp=2 ep=2 zero=3 expert_halves=on",
+        "dp=2 ep=2 zero=3 overlap=fused",
+        "dp=2 ep=2 expert_room=1",
+    ):
         cfg = runs.config(tmp_path, plan, [*SMALL, *sizes], out=plan.replace(" ", "-"))
         run_local("interlace.train.loop:run", cfg.plan.world, {"config": cfg.to_toml(), "resume": ""}, device="cuda")
         found.append(runs.losses(cfg))
-    assert found[1:] == [pytest.approx(found[0], rel=5e-3)] * 2
+    assert found[1:] == [pytest.approx(found[0], rel=5e-3)] * 3
 
 
 @pytest.mark.parametrize(
