@@ -134,8 +134,13 @@ def test_experts_are_priced_by_the_rows_that_come_to_them() -> None:
     )
     assert sparse.products == pytest.approx(by_flops * dense.products, rel=0.05)
     assert sparse.exposed["ep"] > 0
-    fused = replace(routed.plan, overlap="fused")
-    assert price(routed, fused, H200).exposed["ep"] < sparse.exposed["ep"]
+
+    across = replace(H200, links=(replace(H200.links[0], domain=4), *H200.links[1:]))
+    plans = [replace(routed.plan, overlap=overlap) for overlap in ("plain", "fused", "auto")]
+    for topology, auto in ((H200, 1), (across, 0)):  # over the network nobody writes into a peer's memory
+        waited = [price(routed, plan, topology).exposed["ep"] for plan in plans]
+        assert waited[2] == pytest.approx(waited[auto], rel=1e-3)  # numbers of choices go along
+        assert auto == 0 or waited[1] < 0.9 * waited[0]
 
 
 def test_the_search_ranks_what_fits_and_says_why_the_rest_does_not() -> None:

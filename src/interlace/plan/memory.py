@@ -354,19 +354,33 @@ def _activations(
     own: Sequence[tuple[int, tuple[str, ...]]],
     sequences: int,
 ) -> int:
+    """With overlap=auto of the way of experts that needs more: whether ranks reach each other is seen when they run."""
+    fused = fused_exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, device)
+    ways = (False, True) if fused and plan.overlap == "auto" else (fused,)
+    return max(_activations_of(config, cfg, plan, device, own, sequences, way) for way in ways)
+
+
+def _activations_of(
+    config: Config,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    device: str,
+    own: Sequence[tuple[int, tuple[str, ...]]],
+    sequences: int,
+    fused: bool,
+) -> int:
     compute = 2 if config.train.precision == "bf16" else 4
     length = math.ceil(config.data.sequence_length / plan.cp)
     documents = config.data.documents == "separate"
     exchange = choose(config, plan) if plan.cp > 1 else ""
     routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
-    fused = plan.overlap == "fused" and plan.ep > 1
 
     @functools.cache
     def saved(has_experts: bool, recompute: str) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
             cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
-            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, fused,
+            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, plan.expert_room if fused else None,
         )  # fmt: skip
 
     blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
@@ -394,15 +408,15 @@ def _moving(cfg: ModelConfig, plan: ParallelPlan, tokens: int, compute: int, fus
     k, D = cfg.experts_per_token, cfg.hidden_size
     if not fused:
         return 2 * tokens * k * D * compute
-    room = _slots(cfg, plan.ep, tokens, compute)
+    room = _slots(cfg, plan.ep, tokens, compute, plan.expert_room)
     memory = fused_exchange.buffers(room, tokens * k, D, compute, cfg.num_experts, plan.ep)
     return sum(memory.values()) + room * (D + 3 * math.ceil(cfg.expert_ffn_size / plan.tp)) * compute
 
 
-def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int) -> int:
+def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int, room: float) -> int:
     """Of the fused exchange, for so many tokens a rank."""
-    most = held_experts(cfg.num_experts, ep, 0)[1]
-    return fused_exchange.slots(tokens * cfg.experts_per_token, ep, most, fused_exchange.BLOCKS[compute])
+    X, choices = cfg.num_experts, tokens * cfg.experts_per_token
+    return fused_exchange.slots(choices, ep, held_experts(X, ep, 0)[1], X, fused_exchange.BLOCKS[compute], room)
 
 
 def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, documents: bool) -> int:
@@ -441,12 +455,13 @@ def block_activations(
     cp: int = 1,
     exchange: str = "",
     ep: int = 1,
-    fused: bool = False,
+    room: float | None = None,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
     length: that of one rank of cp.  exchange: that of attention, where cp > 1.  Over ep all experts are taken to be
-    chosen alike: a rank whose experts are chosen more often keeps more; fused: but as many slots as rows can come.
+    chosen alike: a rank whose experts are chosen more often keeps more.  room: of the fused exchange, whose slots hold
+    so many times these rows, and more only if more come; None: rows go by all-to-all.
 
     full        the block's input
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
@@ -473,11 +488,11 @@ def block_activations(
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
     per_token += (
-        _experts_bytes(cfg, c, tp, fused)
+        _experts_bytes(cfg, c, tp, room is not None)
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
-    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and not fused else 0
+    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and room is None else 0
     if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
         core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
         core += 0 if recompute == "selective" else 4 * N * cfg.num_heads
@@ -487,8 +502,8 @@ def block_activations(
         core += N * cfg.num_heads * E * c  # the output, back at its positions
     else:
         core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
-    if cfg.num_experts and fused:
-        core += fused_exchange.kept(_slots(cfg, ep, N, c), D, cfg.expert_ffn_size, c)
+    if cfg.num_experts and room is not None:
+        core += fused_exchange.kept(_slots(cfg, ep, N, c, room), D, cfg.expert_ffn_size, c)
     return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
 
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,11 +22,11 @@ from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.models.moe import experts
 from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
-from interlace.parallel.expert import ExpertAxis, split_experts
+from interlace.parallel.expert import ExpertAxis, is_fused, split_experts
 from interlace.parallel.part import Part, holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
-from interlace.plan import context, expert
+from interlace.plan import context, exchange, expert
 from interlace.plan.memory import micro_batching
 from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
@@ -139,7 +140,7 @@ def build(world: World, cfg: Config) -> Session:
         axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap, reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout), others)
     if others is not None:
-        axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on", cfg.plan.overlap, most_tokens(cfg))
+        axis_of_ep = _expert_axis(cfg, others)
         parts = split_experts(decoder, parameters, axis_of_ep, groups["tp"], parts)
     model = wrap(
         decoder,
@@ -182,6 +183,10 @@ def build(world: World, cfg: Config) -> Session:
         made.notes.append(f"train.graphs is left out, since {no_graphs}")
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
+    if is_fused(decoder):
+        made.notes.append(
+            f"rows to experts: fused exchange, room for {cfg.plan.expert_room:g} times the even rows at first"
+        )
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
@@ -209,6 +214,13 @@ def most_tokens(cfg: Config) -> int:
     _, sequences = micro_batching(cfg, cfg.plan)
     length, ways = cfg.data.sequence_length, cfg.plan.cp
     return sequences * max(context.held(length, ways, rank) for rank in range(ways))
+
+
+def _expert_axis(cfg: Config, group: Group) -> ExpertAxis:
+    plan, itemsize = cfg.plan, DTYPES[cfg.train.precision].itemsize
+    taken = exchange.taken(cfg.model_config(), plan, itemsize, group.device.type)
+    fuse: Literal["no", "yes", "asked"] = "no" if not taken else "asked" if plan.overlap == "fused" else "yes"
+    return ExpertAxis(group, experts, plan.expert_halves == "on", fuse, plan.expert_room, most_tokens(cfg))
 
 
 def _same_experts(cfg: Config, groups: Groups) -> tuple[Group, tuple[Group, Group] | None]:
