@@ -4,7 +4,6 @@
 
     what the queries see                      fp16 or bf16 on CUDA          elsewhere
     all before them (plain causal)            SDPA, is_causal               SDPA, is_causal
-    ... and runs are to be deterministic      cuDNN forward, flash backward SDPA, is_causal
     their document and/or a sliding window    varlen (flash) attention      SDPA with a boolean mask
     ... but the first of a window's document  SDPA with a boolean mask      SDPA with a boolean mask
     anything, with attention dropout          written out, scores in memory (said once)
@@ -152,45 +151,11 @@ def attention(
     if q.is_cuda and not (half and pattern.plain):
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     grouped = k.shape[1] != q.shape[1]
-    if pattern.plain and half and _repeats(q):
-        out = _Repeatable.apply(q, k, v)  # type: ignore[no-untyped-call]
-    elif pattern.plain:
+    if pattern.plain:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     else:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.mask_B1TS, enable_gqa=grouped)
     return out.transpose(1, 2)
-
-
-def _repeats(q_BHTE: Tensor) -> bool:
-    """Whether backward has to add in one order, and cuDNN's forward, which does, takes these tensors."""
-    if not torch.are_deterministic_algorithms_enabled() or q_BHTE.shape[-1] > 128:
-        return False
-    return torch.cuda.get_device_capability(q_BHTE.device) == (9, 0)
-
-
-class _Repeatable(torch.autograd.Function):
-    """(q_BHTE, k_BKTE, v_BKTE) -> [B H T E], plain causal, the same bits each time: cuDNN forward, flash backward.
-
-    Only flash's backward has a form that adds in one order; cuDNN's forward takes 12 ms where flash's takes 20 (a step
-    of 1.2b on an H200), and both mean the same by the log-sums between them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
-        out, logs_BHT = made[0], made[1].squeeze(-1)
-        ctx.save_for_backward(q, k, v, out, logs_BHT)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, out, logs_BHT = ctx.saved_tensors
-        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # read with dropout alone
-        length = q.shape[2]
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, logs_BHT, None, None, length, length, 0.0, True, unused, unused[:0]
-        )
-        return made[0], made[1], made[2]
 
 
 def _repeat(k_BKTE: Tensor, num_heads: int) -> Tensor:
