@@ -92,7 +92,7 @@ class ParallelPlan(Section):
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
     exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"
     expert_halves: Annotated[str, OneOf(("on", "off"))] = "off"
-    expert_room: Annotated[float, Range(low=1)] = 1.5
+    expert_room: Annotated[float, Range(low=1)] = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

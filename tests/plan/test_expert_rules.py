@@ -31,6 +31,7 @@ MODEL = ModelConfig(vocab_size=29, hidden_size=2048, num_layers=1, num_heads=1, 
     [
         ("dp=2 ep=2", 2, "cuda", True),
         ("dp=2 ep=2 tp=2", 2, "cuda", True),
+        ("dp=4 ep=4", 2, "cuda", False),  # not measured
         ("dp=2 ep=2 overlap=plain", 2, "cuda", False),
         ("dp=2 ep=2 overlap=off", 2, "cuda", False),
         ("dp=2 ep=2 expert_halves=on", 2, "cuda", False),

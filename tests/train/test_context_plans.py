@@ -206,6 +206,18 @@ def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
         assert context.choose(close, close.plan) == best, recompute
 
 
+@pytest.mark.parametrize(("length", "best"), [(4095, "ulysses"), (4096, "ring")])
+def test_auto_takes_ring_where_a_rank_has_positions_enough_to_hide_it(length: int, best: str, tmp_path: Path) -> None:
+    sizes = [
+        "model.num_heads=16",
+        "model.num_kv_heads=16",
+        "model.max_positions=4096",
+        f"data.sequence_length={length}",
+    ]
+    cfg = runs.config(tmp_path, "cp=2", sizes)
+    assert context.choose(cfg, cfg.plan) == best
+
+
 def test_plans_drawn_at_random_split_sequences_too(tmp_path: Path) -> None:
     plans = fit.random_plans(runs.config(tmp_path), 40, 3, available_axes=AXES)
     assert {plan.cp for plan in plans} >= {1, 2, 4}

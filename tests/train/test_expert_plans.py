@@ -171,7 +171,7 @@ def test_the_fused_exchange_is_proven_and_accounted(plan: str, tmp_path: Path, m
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("word", "room"), [("overlap=fused", "1.5"), ("overlap=fused expert_room=2", "2"), ("", "")])
+@pytest.mark.parametrize(("word", "room"), [("overlap=fused", "2"), ("overlap=fused expert_room=1.5", "1.5"), ("", "")])
 def test_a_run_says_that_it_takes_the_fused_exchange(
     word: str, room: str, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, 
     assert str(refused.value).endswith(f"the nearest that works is {near}")
 
 
-@pytest.mark.parametrize(("given", "room"), [("", 1.5), (" expert_room=1.25", 1.25), (" expert_room=9", 2)])
+@pytest.mark.parametrize(("given", "room"), [("", 2), (" expert_room=1.25", 1.25), (" expert_room=9", 2)])
 def test_the_fused_exchange_needs_room_for_more_than_the_even_rows(given: str, room: float, tmp_path: Path) -> None:
     """At most for both ranks' choices, in whole blocks of 64 for each of two experts: in every layer, and once on their
     way."""
@@ -295,14 +295,14 @@ def test_auto_counts_the_way_of_experts_that_needs_more(tmp_path: Path) -> None:
     words += ["train.precision=bf16"]
 
     def needed(plan: str, device: str = "cuda", *more: str) -> int:
-        cfg = runs.config(tmp_path, f"dp=2 ep=2 {plan}", [*words, *more])
+        cfg = runs.config(tmp_path, f"dp=2 ep=2 expert_room=1.5 {plan}", [*words, *more])
         return estimate(cfg, cfg.plan, device).activations
 
     many = "cuda", "model.num_layers=12"  # each keeps less than with the all-to-all, and one has more in its hands
     assert needed("", *many) == needed("overlap=plain", *many) > needed("overlap=fused", *many)
     assert needed("") == needed("overlap=fused") > needed("overlap=plain")
     for same in ((" ", "cpu"), ("expert_halves=on",), ("", "cuda", "model.expert_ffn_size=201")):
-        assert needed(f"{same[0]} expert_room=2", *same[1:]) == needed(f"{same[0]} overlap=plain", *same[1:])
+        assert needed(same[0], *same[1:]) == needed(f"{same[0]} overlap=plain", *same[1:])
 
 
 def test_a_rank_needs_less_memory_for_fewer_experts(tmp_path: Path) -> None:
