@@ -24,6 +24,7 @@ from interlace.parallel import blocks, context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
 from interlace.plan import context as plan
 from interlace.plan.memory import block_activations
+from interlace.train import session as sessions
 from interlace.train import verify
 from interlace.world import World
 
@@ -435,3 +436,9 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
         with (train.FAULTS | FAULTS)[job.pop("fault", "none")](world.rank):
             found.append(verify.under_plan(world, **job))
     return found
+
+
+def under_copying_lines(world: World, **argument: Any) -> dict[str, Any]:
+    """`verify.under_plan`, whose ranks of cp exchange by lines that copy."""
+    with mock.patch.object(sessions, "_lines", lambda cfg, ranks: between_all(ranks, 60.0)):
+        return verify.under_plan(world, **argument)

@@ -193,6 +193,24 @@ def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, 
     assert str(refused.value).endswith(f"the nearest that works is {near}")
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("cp=2 exchange=ring micro_batches=2 zero=2", [*ODD, *WINDOW]),
+        ("cp=2 exchange=gather recompute=full overlap=off", ["data.documents=joined", *ODD]),
+        ("cp=2 pp=2 micro_batches=3 exchange=ulysses", [*ODD, "model.num_layers=4"]),
+    ],
+)
+def test_lines_that_copy_carry_whole_steps(
+    plan: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_context:under_copying_lines")
+    config = runs.config(tmp_path, plan, [*SMALL, *words])
+    report = verify.verify(config, config.plan.world)
+    assert report.passed, explain(report)
+
+
 def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     """Few key-value heads or a window: ring; as many as query heads on many ranks: heads dealt out, if they can be."""
     long = ["data.sequence_length=256", "model.num_heads=16", "model.max_positions=4096"]

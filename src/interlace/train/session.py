@@ -12,7 +12,18 @@ from typing import Literal
 import torch
 
 from interlace import hf_config, random, spec
-from interlace.collectives import Group, Groups, Meter, all_gather, between_all, make_groups, neighbours, reach, strided
+from interlace.collectives import (
+    Boxes,
+    Group,
+    Groups,
+    Meter,
+    all_gather,
+    between_all,
+    make_groups,
+    neighbours,
+    reach,
+    strided,
+)
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.kernels import tune
@@ -125,9 +136,7 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.plan.cp > 1:
         ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
         exchange = context.choose(cfg, cfg.plan)
-        copies = cfg.plan.transport != "library" and ranks.device.type == "cuda" and reach(ranks)
-        boxes = between_all(ranks, cfg.run.timeout) if copies else None
-        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, exchange, boxes)
+        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, exchange, _lines(cfg, ranks))
         split_sequences(decoder, axis_of_cp)
     no_graphs = _no_graphs(cfg, world.device)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile, cfg.train.graphs and not no_graphs)
@@ -221,6 +230,13 @@ def _expert_axis(cfg: Config, group: Group) -> ExpertAxis:
     taken = exchange.taken(cfg.model_config(), plan, itemsize, group.device.type)
     fuse: Literal["no", "yes", "asked"] = "no" if not taken else "asked" if plan.overlap == "fused" else "yes"
     return ExpertAxis(group, experts, plan.expert_halves == "on", fuse, plan.expert_room, most_tokens(cfg))
+
+
+def _lines(cfg: Config, ranks: Group) -> Boxes | None:
+    """Over copy engines between every two ranks of cp, on GPUs that address each other's memory.  Collective."""
+    if cfg.plan.transport == "library" or ranks.device.type != "cuda" or not reach(ranks):
+        return None
+    return between_all(ranks, cfg.run.timeout)
 
 
 def _same_experts(cfg: Config, groups: Groups) -> tuple[Group, tuple[Group, Group] | None]:
