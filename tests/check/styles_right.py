@@ -439,6 +439,27 @@ def swaps_of_floats(heap):
 
 
 @triton.jit
+def swaps_lanes(words, out, SWAPPED: tl.constexpr, N: tl.constexpr):
+    """Program 0 swaps the lanes that are 0, program 1 reads one."""
+    lanes = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        tl.atomic_cas(words + lanes, lanes * 0, lanes + 7, sem="relaxed", scope="gpu")  # swaps some
+    else:
+        tl.store(out, tl.load(words + SWAPPED))
+
+
+def some_swapped(heap, read):
+    words, out = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    swaps_lanes[(2,)](words, out, read, N)
+    return lambda: (words.tolist(), int(out)) == ([1, 1, 9, 1], 1)
+
+
+@right(ranks=1)
+def lanes_that_are_not_swapped(heap):
+    return some_swapped(heap, 1)
+
+
+@triton.jit
 def of_three_dimensions(x, flags, inbox, out, heap, N: tl.constexpr):
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     at, after = program * N + tl.arange(0, N), (my_rank(heap) + 1) % world(heap)

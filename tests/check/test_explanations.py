@@ -82,10 +82,13 @@ def test_a_read_that_waited_for_nobody_is_no_reuse() -> None:
             told.fill_(1)
             takes[(1,)](inbox.local, told, out, heap.context, N)
 
-    for seed in range(4):
+    orders = set()
+    for seed in range(10):
         report = the_report(launch, schedules=1, seed=seed)
         assert report.kind == "data race"
         assert "rank 1 takes program 0 reads it without waiting for rank 0 clears program 0" in report.message
+        orders.add(report.steps[0].line)
+    assert orders == {here("takes"), here("clears")}
 
 
 @triton.jit
@@ -94,7 +97,9 @@ def ring(x, slots, filled, credit, out, total, heap, SLOTS: tl.constexpr, AHEAD:
     for turn in range(total):
         slot = turn % SLOTS * N + at
         if my_rank(heap) == 0:
-            if turn >= AHEAD:
+            if AHEAD == 0:  # waits for the first credit of a round only
+                wait_until(credit, (turn // SLOTS - 1) * SLOTS + 1, peer, heap)
+            elif turn >= AHEAD:
                 wait_until(credit, turn + 1 - AHEAD, peer, heap)
             tl.store(remote(slots, peer, heap) + slot, tl.load(x + turn * N + at))  # fills
             signal(filled, turn + 1, peer, heap)
@@ -104,7 +109,7 @@ def ring(x, slots, filled, credit, out, total, heap, SLOTS: tl.constexpr, AHEAD:
             signal(credit, turn + 1, peer, heap)
 
 
-@pytest.mark.parametrize("ahead", [2, 3, 4])
+@pytest.mark.parametrize("ahead", [0, 2, 3, 4])
 def test_a_ring_with_too_many_credits_reuses_a_slot_within_one_kernel(ahead: int) -> None:
     def launch(heap):
         x, slots, out = torch.arange(6.0 * N), heap.zeros(2 * N, name="slots"), torch.zeros(6 * N)
@@ -115,8 +120,8 @@ def test_a_ring_with_too_many_credits_reuses_a_slot_within_one_kernel(ahead: int
         assert explore(launch, ranks=2, schedules=8, residency=False).ok
         return
     orders = set()
-    for seed in range(10):
-        report = the_report(launch, schedules=1, seed=seed)
+    verdicts = [explore(launch, ranks=2, schedules=1, seed=seed, residency=False) for seed in range(15)]
+    for report in [report for verdict in verdicts for report in verdict.reports]:
         if report.kind != "wrong result":  # of a sender so far ahead that all reads come after all writes
             assert report.kind == "buffer reused", report
             lines = [step.line for step in report.steps[:2]]
@@ -242,6 +247,24 @@ def test_the_ways_in_which_a_signal_is_lost(way: str) -> None:
     assert [step.line for step in report.steps[:2]] == [here(first), here(second)]
 
 
+@triton.jit
+def long_words(word, WANT: tl.constexpr):
+    if tl.program_id(0) == 0:
+        tl.atomic_xchg(word, WANT, sem="release", scope="gpu")
+    elif tl.program_id(0) == 1:
+        tl.atomic_xchg(word, 0, sem="relaxed", scope="gpu")
+    else:
+        while tl.atomic_add(word, 0, sem="acquire", scope="gpu") < WANT:
+            pass
+
+
+def test_words_of_64_bits_are_compared_as_such() -> None:
+    launch = lambda heap: long_words[(3,)](heap.zeros(1, torch.int64, name="word").local, 1 << 40)  # noqa: E731
+    report = the_report(launch, ranks=1)
+    assert report.kind == "lost signal", report
+    assert f"({1 << 40} to 0) undoes the signal it waits for" in report.message
+
+
 def test_signals_that_do_not_suffice_are_not_lost() -> None:
     report = the_report(lambda heap: loses[(3,)](*words(heap, "word"), heap.context, "", 5), ranks=1)
     assert (report.kind, "found 4, wanted at least 5" in str(report)) == ("deadlock", True)
@@ -274,6 +297,23 @@ def test_a_signal_that_was_seen_and_taken_back_is_not_lost(launches: int) -> Non
     report = the_report(launch, ranks=1)
     assert report.kind == "deadlock", report
     assert "rank 0 word[0], found 0, wanted 1" in str(report)
+
+
+@triton.jit
+def takes_back(word):
+    """Program 1 sets the word back that it has waited for, and waits for it again."""
+    if tl.program_id(0) == 0:
+        tl.atomic_xchg(word, 1, sem="release", scope="gpu")
+    else:
+        for _ in range(2):
+            while tl.atomic_add(word, 0, sem="acquire", scope="gpu") != 1:
+                pass
+            tl.atomic_xchg(word, 0, sem="release", scope="gpu")
+
+
+def test_a_signal_that_its_waiter_took_back_is_not_lost() -> None:
+    report = the_report(lambda heap: takes_back[(2,)](*words(heap, "word")), ranks=1)
+    assert (report.kind, "rank 0 word[0], found 0, wanted 1" in str(report)) == ("deadlock", True)
 
 
 @triton.jit

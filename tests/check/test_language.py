@@ -119,9 +119,9 @@ def test_recorded_builtins_are_those_of_tritons_own_interpreter(kinds: tuple[tor
 def of_integers(x, out, N: tl.constexpr):
     lanes = tl.arange(0, N)
     value = tl.load(x + lanes)
-    tl.store(out + lanes, (~value.to(tl.uint8)).to(tl.int32))
-    tl.store(out + N, tl.sum(value * 0 + 2147483647, 0))
-    tl.store(out + N + 1 + lanes, tl.histogram((lanes % 3).to(tl.int64), N))
+    tl.store(out + N + lanes, (~value.to(tl.uint8)).to(tl.int32))
+    tl.store(out + 2 * N, tl.sum(value * 0 + 2147483647, 0))
+    tl.store(out + lanes, tl.histogram((lanes % 3).to(tl.int64), N))
 
 
 def test_integers_wrap_and_unsigned_ones_are_inverted() -> None:
@@ -129,7 +129,7 @@ def test_integers_wrap_and_unsigned_ones_are_inverted() -> None:
         x, out = torch.arange(N, dtype=torch.int32), torch.zeros(2 * N + 1, dtype=torch.int32)
         of_integers[(1,)](x, out, N)
         counts = torch.bincount(torch.arange(N) % 3, minlength=N)
-        return lambda: torch.equal(out, torch.cat([255 - x, torch.tensor([-N]), counts]).int())
+        return lambda: torch.equal(out, torch.cat([counts, 255 - x, torch.tensor([-N])]).int())
 
     checked(launch)
 

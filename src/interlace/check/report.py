@@ -434,9 +434,16 @@ def _lost(machine: Machine, sleepers: list[Fiber]) -> Report | None:
                     continue
                 if new.before == new.after:
                     return _lost_report(machine, fiber, name, old, new, poll, "sets what an earlier signal has set")
-                if not old.seen or reached(new.before, new.after, "<=", poll.bits):
+                is_back = reached(new.before, new.after, "<=", poll.bits)
+                has_taken = old.event <= passed and _same_program(new.fiber, fiber)  # what it had waited for
+                if (is_back or not old.seen) and not has_taken:
                     return _lost_report(machine, fiber, name, old, new, poll, "replaces an earlier signal")
     return None
+
+
+def _same_program(one: Fiber, other: Fiber) -> bool:
+    """Of one launch or of several."""
+    return (one.rank, one.label, one.program) == (other.rank, other.label, other.program)
 
 
 def _replaced(machine: Machine, sleepers: list[Fiber]) -> list[str]:
