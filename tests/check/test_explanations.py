@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from small_kernels import N, awaits, fill, line_of
+from small_kernels import N, awaits, fill, line_of, sets
 
 from interlace.check import Report, explore
 from interlace.symmetric.device import fence, my_rank, remote, signal, wait_until, world
@@ -256,6 +256,17 @@ def long_words(word, WANT: tl.constexpr):
     else:
         while tl.atomic_add(word, 0, sem="acquire", scope="gpu") < WANT:
             pass
+
+
+def test_a_signal_that_nobody_has_read_is_lost_also_to_a_larger_one() -> None:
+    def launch(heap):
+        (word,) = words(heap, "word")
+        for value in (1, 2):
+            sets[(1,)](word, value, False)
+        awaits[(1,)](word, 3)
+
+    report = the_report(launch, ranks=1, schedules=1)
+    assert (report.kind, "(1 to 2) replaces an earlier signal" in report.message) == ("lost signal", True)
 
 
 def test_words_of_64_bits_are_compared_as_such() -> None:

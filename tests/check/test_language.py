@@ -135,6 +135,24 @@ def test_integers_wrap_and_unsigned_ones_are_inverted() -> None:
 
 
 @triton.jit
+def exchanges(x, out, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    tl.store(out + lanes, tl.atomic_xchg(x + lanes, lanes + 0.5, mask=lanes < 3))
+    tl.store(out + N, tl.atomic_xchg(x, 9.5))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_floats_are_exchanged(kind: torch.dtype) -> None:
+    def launch(heap):
+        x, out = 1 - torch.arange(N).to(kind), torch.zeros(N + 1, dtype=kind)
+        exchanges[(1,)](x, out, N)
+        swapped = [9.5, 1.5, 2.5, *x[3:].tolist()]
+        return lambda: (out.tolist(), x.tolist()) == ([1, 0, -1, *[0] * (N - 3), 0.5], swapped)
+
+    checked(launch)
+
+
+@triton.jit
 def by_methods(x, out, N: tl.constexpr):
     value = tl.load(x + tl.arange(0, N))
     tl.store(out, value.sum(0) + value.max(axis=0))

@@ -144,9 +144,9 @@ def _waited(machine: Machine, fiber: Fiber) -> tuple[str, ...]:
 
 
 def _wraps(machine: Machine) -> list[str]:
-    """Who has taken a word that wrapped for a small one, or one that will for a large one."""
+    """Who has taken a word that wrapped for a small one, or one that will for a large one; where words are to wrap."""
     notes = []
-    for fiber in machine.fibers:
+    for fiber in machine.fibers if any(host.origin for host in machine.hosts) else ():
         if fiber.wrapped is not None:
             value, want, (file, line) = fiber.wrapped
             notes.append(

@@ -144,12 +144,14 @@ class Watch(Memory, ABC):
         made = do()
         afters = [peek(a, what.size) for a in addresses]
         write = what.changes or befores != afters
-        swapped = what.wanted is None or np.equal(befores, what.wanted)  # by lane, or all
-        if what.wanted is not None and write:
-            write = bool(np.any(swapped))
-        if write and not np.all(swapped):
-            for lanes, writes in ((swapped, True), (~swapped, False)):
-                for region, at in self.locate(what.addresses[lanes], what.size, writes):
+        lanes = [*zip(addresses, befores, afters, strict=True)] if write else []
+        if what.wanted is not None and write:  # only what was as wanted is written
+            lanes = [lane for lane, want in zip(lanes, what.wanted.tolist(), strict=True) if lane[1] == want]
+            write = bool(lanes)
+        if write and len(lanes) < len(addresses):
+            swapped = np.array(befores) == what.wanted
+            for chosen, writes in ((swapped, True), (~swapped, False)):
+                for region, at in self.locate(what.addresses[chosen], what.size, writes):
                     self.touch(fiber, region, at, writes, LANE, scope, event, read=True)
         else:
             for region, at in parts:
@@ -158,8 +160,7 @@ class Watch(Memory, ABC):
             for address in addresses:
                 self._observe(fiber, address, event, what.sem, scope, write)
         if write:
-            written = zip(addresses, befores, afters, np.broadcast_to(swapped, len(addresses)), strict=True)
-            self._publish(fiber, what, event, [each for *each, is_written in written if is_written])
+            self._publish(fiber, what, event, lanes)
             for region, _ in parts:
                 region.words = True
         if write and befores != afters:
@@ -202,7 +203,7 @@ class Watch(Memory, ABC):
         narrow = min(SCOPES.get(last.scope, SYS), scope)
         return "scope" if (narrow < SYS and last.fiber.rank != fiber.rank) or narrow < GPU else ""
 
-    def _publish(self, fiber: Fiber, what: Atomic, event: int, written: list[list[int]]) -> None:
+    def _publish(self, fiber: Fiber, what: Atomic, event: int, written: list[tuple[int, int, int]]) -> None:
         """What an atomic tells by the words it has written; of each its address, and what it held before and after."""
         scope = SCOPES[what.scope]
         releases = what.sem in ("release", "acq_rel")
@@ -274,6 +275,10 @@ class Watch(Memory, ABC):
         if not how or fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
             return
         self.wants(fiber, how, _signed(right.data))
+        if how in ORDERS:
+            found, want, poll = int(left.data.item(0)), int(right.data.item(0)), fiber.polls[-1]
+            if ORDERS[how](found, want) is (poll.is_met(poll.value) is how.startswith("<")):
+                fiber.wrapped = (found, want, line())
 
     def wants(self, fiber: Fiber, how: str, want: int) -> None:
         """What a fiber has just read is compared so: the loop that reads goes on as long as it holds."""
@@ -281,10 +286,6 @@ class Watch(Memory, ABC):
         poll.wanted = (how, want)
         if poll.is_met(poll.value):
             self.passed[fiber.rank, fiber.label, fiber.program, poll.address] = poll.event
-        elif how in ORDERS:
-            holds = ORDERS[how]
-            if not holds(poll.value, want):  # as numbers that do not wrap they end the loop
-                fiber.wrapped = (poll.value, want, line())
 
     # --- happens-before ----------------------------------------------------------------------------------------------
 
@@ -395,4 +396,5 @@ class Watch(Memory, ABC):
 
 def _signed(data: Any) -> int:
     """The first of some whole numbers, with the sign that its bits would give a signed one."""
-    return int(data.view(f"i{data.itemsize}").item(0))
+    number = int(data.item(0))
+    return number - (1 << 8 * data.itemsize) if number >> (8 * data.itemsize - 1) > 0 else number
