@@ -460,6 +460,22 @@ def lanes_that_are_not_swapped(heap):
 
 
 @triton.jit
+def looks_at_one_lane(words, out, N: tl.constexpr):
+    lanes = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        tl.store(out, tl.sum(tl.atomic_add(words + lanes, lanes, mask=lanes == 0, sem="relaxed", scope="gpu"), 0))
+    else:
+        tl.store(out + 1, tl.load(words))
+
+
+@right(ranks=1)
+def nothing_added_to_the_only_lane(heap):
+    words, out = torch.full((N,), 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    looks_at_one_lane[(2,)](words, out, N)
+    return lambda: out.tolist() == [5, 5]
+
+
+@triton.jit
 def of_three_dimensions(x, flags, inbox, out, heap, N: tl.constexpr):
     program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     at, after = program * N + tl.arange(0, N), (my_rank(heap) + 1) % world(heap)

@@ -258,6 +258,21 @@ def long_words(word, WANT: tl.constexpr):
             pass
 
 
+@triton.jit
+def unsigned_words(word, want):
+    word, want = word.to(tl.pointer_type(tl.uint32)), want.to(tl.uint32)
+    if tl.program_id(0) < 2:
+        tl.atomic_xchg(word, want * (1 - tl.program_id(0)).to(tl.uint32), sem="release", scope="gpu")
+    else:
+        while tl.atomic_add(word, 0, sem="acquire", scope="gpu") != want:
+            pass
+
+
+def test_unsigned_words_are_compared_as_such() -> None:
+    report = the_report(lambda heap: unsigned_words[(3,)](*words(heap, "word"), (1 << 32) - 7), ranks=1)
+    assert (report.kind, "(-7 to 0) goes past the -7 it waits for" in report.message) == ("lost signal", True), report
+
+
 def test_a_signal_that_nobody_has_read_is_lost_also_to_a_larger_one() -> None:
     def launch(heap):
         (word,) = words(heap, "word")
