@@ -35,6 +35,7 @@ VERBS = {  # by volatile, proxy, write
     for write in (False, True)
 }
 ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+SMALL = 1 << 30  # words nearer to 0 do not wrap soon
 LARGEST_POLL = 32  # elements; a longer read is no poll
 
 
@@ -275,9 +276,10 @@ class Watch(Memory, ABC):
         if not how or fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
             return
         self.wants(fiber, how, _signed(right.data))
-        if how in ORDERS:
-            found, want, poll = int(left.data.item(0)), int(right.data.item(0)), fiber.polls[-1]
-            if ORDERS[how](found, want) is (poll.is_met(poll.value) is how.startswith("<")):
+        poll, holds = fiber.polls[-1], ORDERS.get(how)
+        if holds is not None and abs(poll.value) > SMALL:
+            found, want = left.data.item(0), right.data.item(0)
+            if holds(found, want) is (poll.is_met(poll.value) is how.startswith("<")):
                 fiber.wrapped = (found, want, line())
 
     def wants(self, fiber: Fiber, how: str, want: int) -> None:

@@ -156,9 +156,11 @@ def atomic(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any) -> An
     chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
     word, order = kind.ir_rmw_op_to_interpreter_rmw_op[operation], kind.ir_sem_to_interpreter_sem[sem]
     given = value.data
-    if operation == interpreter._ir.ATOMIC_OP.XCHG:  # of bits, whatever they stand for
+    if given.dtype.kind == "f" and operation == interpreter._ir.ATOMIC_OP.XCHG:  # of bits, whatever they stand for
         given = given.view(f"i{given.itemsize}")
-    made = interpreter._interpreter.atomic_rmw(word, data, given, chosen, order).view(value.data.dtype)
+    made = interpreter._interpreter.atomic_rmw(word, data, given, chosen, order)
+    if given is not value.data:
+        made = made.view(value.data.dtype)
     if b"\0" in chosen.tobytes():
         made = np.where(chosen, made, made.dtype.type(0))
     return interpreter.TensorHandle(made, value.dtype.scalar)
