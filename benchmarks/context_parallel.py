@@ -3,7 +3,7 @@
     torchrun --nproc-per-node N benchmarks/context_parallel.py [--lengths 4096,8192,...] [--heads 32/8x128]
         [--variants ring,gather,ulysses,torch-alltoall,torch-allgather,torch-alltoall-cudnn,torch-allgather-cudnn,
                     ringmaster-zigzag,ringmaster-ulysses]
-        [--documents] [--rounds 9] [--out FILE]
+        [--documents] [--library] [--rounds 9] [--out FILE]
 
 One sequence of each length, N ranks.  The ideal is 1/N of what one device takes for the whole, by the quickest of
 PyTorch's kernels (flash and cuDNN on a GPU; with --documents flash over runs): no transfer, no uneven work.  Shown are
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from interlace.collectives import Group, Meter, make_groups
+from interlace.collectives import Boxes, Group, Meter, between_all, make_groups, reach
 from interlace.collectives.handle import between, now
 from interlace.kernels.measure import SLACK, stand_still
 from interlace.mesh import Mesh
@@ -162,7 +162,7 @@ def check(name: str, found: list[Tensor], expected: list[Tensor], at: Tensor) ->
             raise SystemExit(f"{name}: the {what} is {apart:.1e} off, more than {limit:.0e}")
 
 
-def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]:
+def measure(length: int, options: argparse.Namespace, group: Group, boxes: Boxes | None) -> list[str]:
     """Lines of the table for one length."""
     device = group.device
     heads, kv_heads, head_dim = (int(n) for n in options.heads.replace("x", "/").split("/"))
@@ -205,7 +205,7 @@ def measure(length: int, options: argparse.Namespace, group: Group) -> list[str]
             runs[name]()
             check(name, left, expected, at)
             continue
-        axis = SequenceAxis(group, length, name)
+        axis = SequenceAxis(group, length, name, boxes)
         runs[name], left = split(axis, whole, tensors)
         runs[name]()
         check(name, left, expected, axis.columns().to(device))
@@ -227,6 +227,7 @@ def main() -> None:
     parser.add_argument("--heads", default="32/8x128", help="query heads / key-value heads x head size")
     parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--documents", action="store_true")
+    parser.add_argument("--library", action="store_true", help="exchange by NCCL also where copy engines can")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -237,6 +238,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=120))
     group = make_groups(Mesh((("cp", size), ("dp", 1))), rank, device, 120.0, Meter(record=False))["cp"]
+    boxes = between_all(group, 120.0) if cuda and not options.library and reach(group) else None
     kind = "packed documents" if options.documents else "plain causal"
     lines = [
         f"{size} ranks, {torch.cuda.get_device_name(device) if cuda else 'cpu'}, torch {torch.__version__}, "
@@ -247,7 +249,7 @@ def main() -> None:
     if rank == 0:
         print(*lines, sep="\n", flush=True)
     for length in (int(n) for n in options.lengths.split(",")):
-        found = measure(length, options, group)
+        found = measure(length, options, group, boxes)
         lines += found
         if rank == 0:
             print(*found, sep="\n", flush=True)

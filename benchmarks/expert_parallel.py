@@ -12,7 +12,8 @@ again replaces the older), and FILE.md beside it holds them all.
 Rows of kind "rows" send tokens and return them, without products: `dispatch` counts, exchanges the counts and sends,
 `known` sends where the counts are known (as backward does), `combine` returns, weighs and adds; "graph" replays them as
 CUDA graphs.  Rows of kind "layer" are one mixture forward and backward: `overlapped`; `apart`, the same kernels with
-rows that travel by themselves (the off row); `exchange`, only the rows of it; `torch`, all-to-all and grouped products.
+rows that travel by themselves (the off row); `by need`, overlapped, with slots for 1.5 times the even rows, so that the
+host looks in forward; `exchange`, only the rows of it; `torch`, all-to-all and grouped products.
 
     hidden = (apart - overlapped) / exchange;   exposed = 1 - hidden
 
@@ -90,6 +91,7 @@ class Bench:
         tuning = replace(tuning, piece=min(tuning.piece, tuning.block))
         self.exchange = ExpertExchange(self.group, self.owners, tuning=tuning)
         self.apart = ExpertExchange(self.group, self.owners, tuning=replace(tuning, overlap=False))
+        self.by_need = ExpertExchange(self.group, self.owners, room=1.5, tuning=tuning)
         made = torch.Generator(self.device).manual_seed(world.rank)
 
         def random(*shape: int) -> Any:
@@ -238,7 +240,8 @@ class Bench:
                 made["torch"] = self.peer("torch")
             return made
         if "ours" in names:
-            made |= {"overlapped": self.layer(self.exchange), "apart": self.layer(self.apart), "exchange": self.alone()}
+            ways = {"overlapped": self.exchange, "apart": self.apart, "by need": self.by_need}
+            made |= {name: self.layer(way) for name, way in ways.items()} | {"exchange": self.alone()}
         made["torch"] = self.layer(lambda *given: plain(*given, self.group, self.owners))
         return made
 

@@ -5,10 +5,13 @@
 
 Both run the same stages, cut alike, in bf16 on a GPU and fp32 on a CPU, over the same random tokens; weights are
 whole, gradients add up in `.grad`, no optimizer runs.  Loss and gradient norm of ours are compared with the peer's
-before anything is timed.  Ours is shown with the bubble that it had (1 - computing / step, the mean over ranks) beside
-that of its table with the times that its own actions took.  Where its schedule splits backward, the peer's loss takes
-whole logits.  --sleep MS: stages that sleep MS for F, I and W instead, without a model, against the table alone, and
-against the table with the times that those sleeps took, since a machine with other work to do wakes sleepers late.
+before anything is timed; then both run in turn.  Ours is shown with the bubble that it had in its median round (1 -
+computing / step, the mean over ranks) beside that of its table, twice: with the mean times of its F, B, I and W of each
+stage, and with the time that each action took.  Where its schedule splits backward, the peer's loss takes whole logits.
+Peaks are of one side, without the weights of the other.
+
+--sleep MS: stages that sleep MS for F, I and W instead, without a model, against the table alone, and against the table
+with the times that those sleeps took, since a machine with other work to do wakes sleepers late.
 """
 
 from __future__ import annotations
@@ -127,9 +130,9 @@ class Ours:
         self.pipeline.run(self.works, self.shapes, self.cut.hidden.dtype)
         return [loss for work in self.works.values() for loss in work.take_losses()]
 
-    def bubble(self, seconds: float) -> tuple[float, float]:
-        """The bubble that was, and that of the table with the times of its actions; means over ranks, in percent."""
-        record = self.meter.cut()
+    def bubbles(self, record: Record, seconds: float) -> tuple[float, float, float]:
+        """The bubble that was, that of the table with mean times of its actions, and with the time of each; means over
+        ranks, in percent."""
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
         for _, _, text, begin, end in record.work:
             action = Action.parse(text)
@@ -141,9 +144,10 @@ class Ours:
         device = self.group.device
         everyone = all_gather(means.view(-1).to(device), self.group).wait().view(self.group.size, -1).sum(0)
         F, B, IN, W = everyone.view(self.table.stages, 4).T.tolist()
-        events = simulate(self.table, Costs(F, IN, W, B if any(B) else None))
         real = all_gather(torch.tensor([1 - busy / seconds], dtype=torch.float64, device=device), self.group).wait()
-        return 100 * real.mean().item(), 100 * statistics.fmean(bubbles(events))
+        tables = (Costs(F, IN, W, B if any(B) else None), taken_by(self.table, record, self.group))
+        of_means, of_each = (statistics.fmean(bubbles(simulate(self.table, costs))) for costs in tables)
+        return 100 * real.mean().item(), 100 * of_means, 100 * of_each
 
 
 class Theirs:
@@ -171,31 +175,49 @@ def figures(variant: Ours | Theirs, groups: Groups) -> tuple[float, float]:
     return total[0].item(), total[1].sqrt().item()
 
 
-def timed(variant: Ours | Theirs, world: World, rounds: int) -> tuple[list[float], float, tuple[float, float] | None]:
-    """Seconds of the rounds, peak GiB of the slowest memory, and the bubbles of the last round of ours."""
+@dataclass
+class Timed:
+    """Of each round: seconds, peak bytes; of ours also what was recorded."""
+
+    seconds: list[float]
+    peaks: list[int]
+    records: list[Record]
+
+    @property
+    def median(self) -> int:
+        """The round of median length."""
+        return sorted(range(len(self.seconds)), key=self.seconds.__getitem__)[len(self.seconds) // 2]
+
+
+def timed(variants: list[Ours | Theirs], world: World, rounds: int) -> list[Timed]:
+    """Each in turn, `rounds` times."""
     cuda = world.device.type == "cuda"
-    seconds, bubble = [], None
+    found = [Timed([], [], []) for _ in variants]
+    weights = [sum(p.nbytes for p in variant.cut.decoder.parameters()) for variant in variants]
     gc.collect()
     gc.freeze()  # collections would pause one rank, and the others would wait for it
     for number in range(rounds + 1):
-        variant.cut.decoder.zero_grad(set_to_none=True)
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        if isinstance(variant, Ours):
-            variant.meter.cut()
-        world.barrier("round")
-        begin = time.perf_counter()
-        variant.step()
-        if cuda:
-            torch.cuda.synchronize()
-        world.barrier("end of the round")
-        if number:
-            seconds.append(time.perf_counter() - begin)
+        for at, variant in enumerate(variants):
+            if cuda:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            if isinstance(variant, Ours):
+                variant.meter.cut()
+            world.barrier("round")
+            begin = time.perf_counter()
+            variant.step()
+            if cuda:
+                torch.cuda.synchronize()
+            world.barrier("end of the round")
+            if number:
+                found[at].seconds.append(time.perf_counter() - begin)
+                peak = torch.cuda.max_memory_allocated() if cuda else 0
+                found[at].peaks.append(peak - (sum(weights) - weights[at] if cuda else 0))
+                if isinstance(variant, Ours):
+                    found[at].records.append(variant.meter.cut())
+            variant.cut.decoder.zero_grad(set_to_none=True)
     gc.unfreeze()
-    if isinstance(variant, Ours):
-        bubble = variant.bubble(seconds[-1])
-    return seconds, torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0, bubble
+    return found
 
 
 class Taken(Costs):
@@ -231,7 +253,7 @@ def taken_by(table: Table, record: Record, group: Group) -> Taken:
     """What each action of the table took, on the rank that ran it."""
     names = [str(action) for row in table.rows for action in row if action.is_compute]
     here = {text: between(begin, end) for _, _, text, begin, end in record.work}
-    own = torch.tensor([here.get(name, 0.0) for name in names], dtype=torch.float64)
+    own = torch.tensor([here.get(name, 0.0) for name in names], dtype=torch.float64, device=group.device)
     return Taken(dict(zip(names, all_gather(own, group).wait().view(group.size, -1).sum(0).tolist(), strict=True)))
 
 
@@ -258,25 +280,26 @@ def sleep(world: World, name: str, micro_batches: int, seconds: float, lines: Li
 
 def row(name: str, size: Size, world: World, groups: Groups, meter: Meter, lines: Lines, args: Any) -> str:
     ours = Ours(size, name, groups, lines, meter)
+    variants: list[Ours | Theirs] = [ours]
     loss, norm = figures(ours, groups)
-    times, peak, bubble = timed(ours, world, args.rounds)
-    assert bubble is not None
-    words = [name, _ms(times), f"{peak:.1f}", f"{bubble[0]:.1f}", f"{bubble[1]:.1f}"]
-    del ours
-    gc.collect()
     if args.peers and name in native.NAMES:
-        theirs = Theirs(size, name, groups)
-        their_loss, their_norm = figures(theirs, groups)
+        variants.append(Theirs(size, name, groups))
+        their_loss, their_norm = figures(variants[1], groups)
         allowed = 2e-2 if world.device.type == "cuda" else 1e-5
         apart = max(abs(loss / their_loss - 1), abs(norm / their_norm - 1))
         assert apart < allowed, f"{name}: loss {loss} and {their_loss}, norm {norm} and {their_norm}"
-        their_times, their_peak, _ = timed(theirs, world, args.rounds)
-        ratio = statistics.median(their_times) / statistics.median(times)
-        words += [_ms(their_times), f"{their_peak:.1f}", f"{ratio:.3f}"]
-        del theirs
-        gc.collect()
+    found = timed(variants, world, args.rounds)
+    own = found[0]
+    shown = ours.bubbles(own.records[own.median], own.seconds[own.median])
+    words = [name, _ms(own.seconds), f"{max(own.peaks) / 2**30:.1f}", *(f"{bubble:.1f}" for bubble in shown)]
+    if len(found) == 2:
+        theirs = found[1]
+        ratio = statistics.median(theirs.seconds) / statistics.median(own.seconds)
+        words += [_ms(theirs.seconds), f"{max(theirs.peaks) / 2**30:.1f}", f"{ratio:.3f}"]
     else:
         words += ["", "", ""]
+    del ours, variants
+    gc.collect()
     return "| " + " | ".join(words) + " |"
 
 
@@ -323,8 +346,9 @@ def main() -> None:
         cfg = load(None, preset=args.model, overrides=words).model_config()
         size = Size(cfg, args.micro_batches, args.batch, args.length)
         head = [
-            "| schedule | ours ms (range) | GiB | bubble % | of its table % | torch ms (range) | GiB | torch / ours |",
-            "|---|---|---|---|---|---|---|---|",
+            "| schedule | ours ms (range) | GiB | bubble % | of its table, means % | each its own % "
+            "| torch ms (range) | GiB | torch / ours |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         rows = (row(name, size, world, groups, meter, carried, args) for name in names)
     where = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"

@@ -104,6 +104,7 @@ def rows() -> dict[str, Row]:
         made[f"scatter {name}"] = Row(way, ranks)
         made[f"scatter {name}: as a graph"] = Row(of(way, in_memory=True), ranks, replays=1, later=True)
     made["experts both ways"] = Row(of(exchange, "forward_and_backward"))
+    made["experts again, with room"] = Row(of(exchange, "goes_again"))
     made["experts rows alone"] = Row(of(exchange, "rows_alone"))
     made["experts rows alone: as a graph"] = Row(of(exchange, "rows_alone"), replays=1, later=True)
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rank_functions_train as train
-from interlace.collectives import Group, Handle, Meter, make_groups, sum_scalars
+from interlace.collectives import Group, Handle, Meter, between_all, make_groups, sum_scalars
 from interlace.config import ModelConfig
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
@@ -23,11 +24,13 @@ from interlace.parallel import blocks, context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
 from interlace.plan import context as plan
 from interlace.plan.memory import block_activations
+from interlace.train import session as sessions
 from interlace.train import verify
 from interlace.world import World
 
 CPU = torch.device("cpu")
 EXCHANGES = ("ring", "gather", "ulysses")
+HEADS = (8, 2, 2, 8)
 
 
 def group_of(world: World) -> Group:
@@ -59,9 +62,10 @@ def run_core(
     return found
 
 
-def attend(world: World, cases: list[dict[str, Any]]) -> None:
-    """Every exchange against `attention` of the whole, forward and backward, in fp64."""
+def attend(world: World, cases: list[dict[str, Any]], copies: bool = False) -> None:
+    """Every exchange against `attention` of the whole, forward and backward, in fp64; copies: by lines that copy."""
     group = group_of(world)
+    boxes = between_all(group, 60.0) if copies else None
     for case in cases:
         length, window, documents = case["length"], case.get("window"), case.get("documents")
         heads, kv_heads = case.get("heads", (12, 12))
@@ -76,13 +80,108 @@ def attend(world: World, cases: list[dict[str, Any]]) -> None:
         out.backward(weight)
         expected = [out.detach(), *(x.grad for x in own if x.grad is not None)]
         for exchange, fused in (*((name, False) for name in EXCHANGES), ("ring", True)):
-            axis = SequenceAxis(group, length, exchange)
+            axis = SequenceAxis(group, length, exchange, boxes)
+            group.meter.reset_counts()
             with mock.patch.object(context, "is_fused", lambda q, fused=fused: fused):  # triangles grow, as on a GPU
                 found = run_core(axis, whole, q, k, v, weight, *sinks)
             for what, a, b in zip(("out", "q", "k", "v", "sinks")[: len(expected)], found, expected, strict=True):
                 held = b if what == "sinks" else b[:, axis.columns()]
                 apart = (a - held).abs().max() / b.abs().max().clamp(min=1.0)  # q's are 0, window 1
                 assert apart <= 1e-12, (exchange, what, apart, case)
+            assert ("send", "cp") not in group.meter.sent  # counted as the exchange that it is
+
+
+def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
+    """bf16, with tiles as kernels make them, in bf16: bit for bit what sums in fp32 give; bytes that ring sent."""
+    group, sent = group_of(world), []
+
+    def kernel(plain: Any, rounded: int) -> Any:
+        def run(*arguments: Any) -> tuple[Tensor, ...]:
+            made = plain(*(x.double() if isinstance(x, Tensor) else x for x in arguments))  # the same wherever it lies
+            return *(x.to(torch.bfloat16) for x in made[:rounded]), *(x.float() for x in made[rounded:])
+
+        return run
+
+    class InFp32(blocks.Total):
+        def __init__(self, like: Tensor, wide: torch.dtype, later: int) -> None:
+            super().__init__(like, wide, 99)
+
+    class JoinedInFp32(blocks.Joined):
+        def __init__(self, q_BTHE: Tensor, later: int) -> None:
+            super().__init__(q_BTHE, 99)
+
+    class Behind(contextlib.nullcontext[None]):
+        """As a side stream: what joins others' pieces to the own ones comes after all of a stage."""
+
+        def begin(self) -> None:
+            pass
+
+    behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
+    for case in cases:
+        length, documents = case["length"], case.get("documents")
+        whole = Pattern(2, length, CPU, documents and torch.tensor(documents), case.get("window"))
+        q, k, v, weight = (seeded(2, length, n, 8, seed=n).bfloat16() for n in (6, 2, 2, 6))
+        made = []
+        for others in ({}, {"Total": InFp32, "Joined": JoinedInFp32}):
+            group.meter.reset_counts()
+            with contextlib.ExitStack() as stack:
+                if not others:
+                    stack.enter_context(behind)
+                patches = {"is_fused": lambda q: True, "forward": kernel(blocks.forward, 1)}
+                patches["backward"] = kernel(blocks.backward, 3)
+                stack.enter_context(mock.patch.multiple(context, **patches, **others))
+                made.append(run_core(SequenceAxis(group, length, "ring"), whole, q, k, v, weight))
+        sent.append(group.meter.sent["all_to_all", "cp"])
+        for a, b in zip(*made, strict=True):
+            assert torch.equal(a, b), (case, (a - b).abs().max())
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        out = attention(*exact, whole)
+        out.backward(weight.double())
+        for a, b in zip(made[0], [out.detach(), *(x.grad for x in exact if x.grad is not None)], strict=True):
+            apart = (a - b[:, SequenceAxis(group, length, "ring").columns()]).abs().max() / b.abs().max()
+            assert apart < 2e-2, (case, apart)
+    return sent
+
+
+def chained(world: World, repeats: int) -> float:
+    """On GPUs, bf16: layers one after another, their memory taken anew each time, by copy engines and by the library;
+    the largest difference from attention of the whole, over the largest value."""
+    device, worst, none = world.device, 0.0, torch.empty(0)
+    group = make_groups(Mesh((("cp", world.size), ("dp", 1))), world.rank, device, 60.0, Meter(world.waiting))["cp"]
+    boxes = between_all(group, 60.0)
+    lengths: list[tuple[int, list[int] | None]] = [(1024, None), (2051, None), (2048, [300, 700, 48, 500, 500])]
+    for (length, documents), exchange, lines in itertools.product(lengths, EXCHANGES, (boxes, None)):
+        numbers = documents and torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
+        whole = Pattern(2, length, device, None if numbers is None else numbers[None].repeat(2, 1))
+        axis = SequenceAxis(group, length, exchange, lines)
+        pattern = SplitPattern(axis, whole)
+        pattern.prepare(torch.bfloat16, 64)
+        core, at = SplitCore(AttentionCore(None, 0.0, "core"), axis), axis.columns().to(device)
+        given = Context(torch.zeros(2, dtype=torch.int64, device=device), at, (none, none), {None: pattern})
+        layers, expected = [], []
+        for layer in range(4):
+            *inputs, weight = (seeded(2, length, n, 64, seed=10 * layer + n).to(device, torch.bfloat16) for n in HEADS)
+            own = [x.clone().requires_grad_() for x in inputs]
+            out = attention(*own, whole)
+            out.backward(weight)
+            layers.append((inputs, weight))
+            expected.append([x[:, at] for x in (out.detach(), *(x.grad for x in own if x.grad is not None))])
+        for _ in range(repeats):
+            made = []
+            for inputs, _ in layers:
+                own = [x[:, at].contiguous().requires_grad_() for x in inputs]
+                made.append((core(*own, given), own))
+                torch.full((1 << 20,), float("nan"), device=device)
+            for (out, _), (_, weight) in zip(reversed(made), reversed(layers), strict=True):
+                out.backward(weight[:, at].contiguous())
+                torch.full((1 << 20,), float("nan"), device=device)
+            for (out, own), those in zip(made, expected, strict=True):
+                for a, b in zip((out.detach(), *(x.grad for x in own)), those, strict=True):
+                    assert a is not None
+                    apart = (a.float() - b.float()).abs().max() / b.float().abs().max()
+                    worst = max(worst, float("inf") if apart.isnan() else apart.item())
+    boxes.check()
+    return worst
 
 
 def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int, int, int]]]:
@@ -120,7 +219,7 @@ def resident(world: World, length: int) -> dict[str, int]:
     pattern = SplitPattern(axis, whole)
     pattern.prepare(torch.float32, 4)
     assert pattern.tiling is not None
-    kv = torch.zeros(2, 1, len(axis.columns()), 2, 4)
+    k, v = torch.zeros(2, 1, len(axis.columns()), 2, 4)
     alive: list[weakref.ref[Tensor]] = []
     most, plain = 0, context.all_to_all
 
@@ -142,8 +241,8 @@ def resident(world: World, length: int) -> dict[str, int]:
         most = max(most, more + sum(t.numel() * 4 for ref in alive if (t := ref()) is not None))
 
     with mock.patch.object(context, "all_to_all", all_to_all):
-        context.Blocks(axis, pattern.tiling).circulate(kv, lambda stage, arrived: None)
-    return {"most": most, "one": kv.numel() * 4}
+        context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived, behind: None)
+    return {"most": most, "one": (k.numel() + v.numel()) * 4}
 
 
 def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:
@@ -337,3 +436,9 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
         with (train.FAULTS | FAULTS)[job.pop("fault", "none")](world.rank):
             found.append(verify.under_plan(world, **job))
     return found
+
+
+def under_copying_lines(world: World, **argument: Any) -> dict[str, Any]:
+    """`verify.under_plan`, whose ranks of cp exchange by lines that copy."""
+    with mock.patch.object(sessions, "_lines", lambda cfg, ranks: between_all(ranks, 60.0)):
+        return verify.under_plan(world, **argument)

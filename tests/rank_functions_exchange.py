@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from interlace import errors
 from interlace.collectives import Group, Meter
 from interlace.kernels import workspace
-from interlace.kernels.expert_exchange import ExpertExchange, default_tuning
+from interlace.kernels.expert_exchange import ExpertExchange, Steps, default_tuning
 from interlace.kernels.expert_plain import plain
 from interlace.launch import World
+from interlace.plan.exchange import slots
 
 Tensors = tuple[torch.Tensor, ...]
 NAMES = ("y", "x", "weights", "gate", "up", "down")
@@ -161,28 +163,64 @@ def interleaved(world: World) -> bool:
     return True
 
 
-def refused(world: World) -> list[str]:
-    """Room for fewer rows than come: y is not a number on the ranks that sent too much, and the next call says so."""
-    layer = Layer(world, [2] * world.size, 2, 8, 4, torch.float32, capacity=32)
-    said = []
-    few = layer.given(world.rank, 2, 0)
-    compare(layer.run(few), layer.run(few, fused=False), 1e-5, "few rows find room")
-    layer.exchange.check()
-    many = layer.given(world.rank, 40, 2, 2)  # all to rank 0
-    x, weights, chosen, _ = many
+def beyond_its_room(world: World, owners: list[int], calls: list[tuple[str, list[int]]], block: int) -> list[bool]:
+    """Calls that may want more slots than there are at first, backward only after the last forward: values of one
+    process, the bits of an exchange that has room for all, and no more slots kept than asked for.  Which went again."""
+    k, D, F, room = 1, 6, 5, 1.0
+    most = max(max(counts) for _, counts in calls)
+    tuning = replace(default_tuning(torch.float32, D), block=block, piece=block // 2)
+    given: dict[str, Any] = {"most_tokens": most, "tuning": replace(tuning, rows=min(tuning.rows, block // 2))}
+    layer = Layer(world, owners, k, D, F, torch.float32, room=room, **given)
+    whole = Layer(world, owners, k, D, F, torch.float32, **given)
+    first = slots(most * k, world.size, max(owners), sum(owners), block, room)
+    begun, again, went = [], [], []
+    for call, (kind, counts) in enumerate(calls):
+        everyone = [layer.given(rank, counts[rank], 2 * call + (kind == "any")) for rank in range(world.size)]
+        for _, _, chosen, _ in everyone:
+            if kind != "any":
+                chosen[:] = {"first": 0, "last": layer.X - 1}[kind]
+        rows = torch.cat([chosen for _, _, chosen, _ in everyone]).flatten().bincount(minlength=layer.X)[: layer.X]
+        wanted = max(sum(-(-count // block) * block for count in part.tolist()) for part in rows.split(owners))
+        saved: list[torch.Tensor] = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda each, to=saved: to.append(each) or each, lambda each: each),
+            mock.patch.object(Steps, "route", autospec=True, side_effect=Steps.route) as routed,
+        ):
+            made = layer.start(everyone[world.rank], True)
+        again.append(wanted > first)
+        went.append(routed.call_count == 2)
+        kept = [len(each) for each in saved[:3]]
+        assert kept == [max(wanted, first)] * 3, (call, kept, wanted, first)
+        begun.append((everyone, made))
+    for call, (everyone, made) in reversed(list(enumerate(begun))):
+        own = everyone[world.rank]
+        ours = layer.end(own, *made)
+        compare(ours, layer.alone(everyone), 1e-5, f"call {call} against one process")
+        for name, one, other in zip(NAMES, ours, whole.run(own), strict=True):
+            assert torch.equal(one, other), f"{name} of call {call}, with room for all"
+    for each in (layer, whole):
+        workspace.check(each.group)
+        workspace.release(each.group)
+    assert went == again
+    return went
+
+
+def room_in_a_graph(world: World) -> bool:
+    """The host looks, which a graph cannot have."""
+    layer = Layer(world, [2, 2], 1, 16, 16, torch.bfloat16, room=1.0)
+    given = layer.given(world.rank, 1000, 2)
+    leaves = layer.leaves(*given[:2], [each[layer.mine] for each in layer.factors])
+    chosen, said = given[2].to(world.device), ""
     with torch.no_grad():
-        given = layer.leaves(x, weights, [each[layer.mine] for each in layer.factors])
-        y = layer.exchange(*given[:2], chosen.to(world.device), *given[2:])
-    said.append(str(bool(y.isnan().all())))
-    for call in (layer.exchange.check, layer.exchange.check):
+        layer.exchange(*leaves[:2], chosen, *leaves[2:])
+        torch.cuda.synchronize()
         try:
-            call()
-            said.append("")
-        except errors.ResourceError as error:
-            said.append(str(error))
-    compare(layer.run(few), layer.run(few, fused=False), 1e-5, "and again")
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                layer.exchange(*leaves[:2], chosen, *leaves[2:])
+        except errors.ConfigError as error:
+            said = str(error)
     workspace.release(layer.group)
-    return said
+    return said.startswith("a graph of an exchange with room for 1.0 times the even rows")
 
 
 def graphs(world: World, D: int, F: int, owners: list[int], k: int, tokens: int) -> bool:

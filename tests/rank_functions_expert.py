@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import rank_functions_train as train
 from interlace.collectives import Groups, Meter, make_groups, sum_scalars
 from interlace.collectives.autograd import Exchange
-from interlace.config import loads
+from interlace.config import ModelConfig, ParallelPlan, loads
 from interlace.mesh import Mesh
 from interlace.models.moe import experts, mix
 from interlace.parallel.expert import ExpertAxis, SplitDispatch
@@ -95,7 +95,8 @@ def dispatch(world: World, cases: list[dict[str, Any]], fused: bool = False) -> 
         own = [matrix.detach()[start:stop].to(dtype, copy=True).requires_grad_() for matrix in matrices]
         x, weights, choice, expected = everyone[world.rank]
         mine = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in (x, weights)]
-        axis = ExpertAxis(group, experts, case.get("halves", False), "fused" if fused else "auto", max(counts))
+        halves, room = case.get("halves", False), case.get("room")
+        axis = ExpertAxis(group, experts, halves, "asked" if fused else "no", room, max(counts))
         module = SplitDispatch(axis, X, axis.fused(X))
         assert (module.fused is not None) == fused
         log: list[str] = []
@@ -114,10 +115,13 @@ def dispatch(world: World, cases: list[dict[str, Any]], fused: bool = False) -> 
             (y * seeded(len(x), D, seed=300 + world.rank)).sum().backward()
         compare(y, expected)
         if fused and not case.get("recompute"):
-            most = plan.held(X, world.size, 0)[1]
-            room = exchange.slots(max(counts) * choice.shape[1], world.size, most, 16)  # of interpreted kernels
-            kept = sum(tensor.nbytes for tensor in saved if len(tensor) == room)
-            assert kept == exchange.kept(room, D, F, 4)
+            most, block = plan.held(X, world.size, 0)[1], 16  # of interpreted kernels
+            slots = exchange.slots(max(counts) * choice.shape[1], world.size, most, X, block, room)
+            if case["kind"] == "one":  # more come than there is room for
+                assert slots < sum(counts)
+                slots = -(-sum(counts) // block) * block
+            kept = sum(tensor.nbytes for tensor in saved if len(tensor) == slots)
+            assert kept == exchange.kept(slots, D, F, 4)
         for theirs, tensor in zip((x, weights), mine, strict=True):
             compare(tensor.grad, theirs.grad)
         for matrix, tensor in zip(matrices, own, strict=True):
@@ -240,6 +244,34 @@ def under_a_fused_plan(world: World, **argument: Any) -> dict[str, Any]:
     """`verify.under_plan`, of a plan whose rows went by the fused exchange."""
     found = verify.under_plan(world, **argument)
     assert found["fused"]
+    return found
+
+
+def notes(world: World, config: str) -> tuple[list[str], float | None]:
+    """What a run says before its first step, and the room that its exchange has."""
+    session = sessions.build(world, loads(config))
+    found = [each.fused for each in session.model.module.modules() if isinstance(each, SplitDispatch)]
+    return session.notes, getattr(found[0], "room", None)
+
+
+def under_a_plan_on_gpus(world: World, **argument: Any) -> dict[str, Any]:
+    """The same, of ranks that take themselves for GPUs and their numbers for bf16, without being asked to fuse."""
+
+    def taken(cfg: ModelConfig, plan: ParallelPlan, itemsize: int, device: str) -> bool:
+        assert (itemsize, device) == (4, "cpu")
+        return real(cfg, plan, 2, "cuda")
+
+    real = exchange.taken
+    with mock.patch.object(exchange, "taken", taken):
+        return under_a_fused_plan(world, **argument)
+
+
+def under_a_plan_on_cpus(world: World, **argument: Any) -> dict[str, Any]:
+    """The same, which fuses nothing by itself, and says nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = verify.under_plan(world, **argument)
+    assert not found["fused"]
     return found
 
 

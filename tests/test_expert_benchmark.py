@@ -36,7 +36,7 @@ def test_every_variant_runs_on_cpu_ranks_and_is_right(tmp_path: Path) -> None:
     assert "left: rows" not in done.stdout
     records = json.loads(out.read_text(encoding="utf-8"))
     assert records["tiny rows"]["samples"].keys() == {"ours", "torch"}
-    assert records["tiny layer"]["samples"].keys() == {"overlapped", "apart", "exchange", "torch"}
+    assert records["tiny layer"]["samples"].keys() == {"overlapped", "apart", "by need", "exchange", "torch"}
     for record in records.values():
         assert max(record["apart"].values()) < 1e-5
     assert "kraken" not in out.with_suffix(".md").read_text(encoding="utf-8")

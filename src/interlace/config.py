@@ -65,9 +65,10 @@ class ParallelPlan(Section):
     keys of other `cp` ranks: from rank to rank, some heads of all at a time, or by dealing out heads; auto = what sends
     least.
     `expert_halves` cuts the rows of a layer of experts in two over `ep`, so that one half travels while the other is
-    multiplied.
+    multiplied; `expert_room` is what the fused exchange has memory for at first, in times of the even rows.
     `overlap`: off lets every transfer run by itself; otherwise they run beside products, and those of `tp` as plain
-    collectives (plain), by the best fused kernel (fused), or fused where the device's table says that it wins (auto).
+    collectives (plain), by the best fused kernel (fused), or fused where the device's table says that it wins (auto);
+    rows of experts by all-to-all (plain), by the fused exchange (fused), or by that where it pays on GPUs (auto).
     """
 
     _place: ClassVar[str] = ""
@@ -92,6 +93,7 @@ class ParallelPlan(Section):
     sequence: Annotated[str, OneOf(("on", "off"))] = "on"
     exchange: Annotated[str, OneOf(("auto", "ring", "gather", "ulysses"))] = "auto"
     expert_halves: Annotated[str, OneOf(("on", "off"))] = "off"
+    expert_room: Annotated[float, Range(low=1)] = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

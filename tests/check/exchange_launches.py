@@ -58,9 +58,16 @@ def expected(
 
 
 def forward_and_backward(
-    heap: SymmetricHeap, layers: int = 2, sizes: tuple[int, int] = SIZES, tuning: Tuning | None = TUNING
+    heap: SymmetricHeap,
+    layers: int = 2,
+    sizes: tuple[int, int] = SIZES,
+    tuning: Tuning | None = TUNING,
+    again: bool = False,
 ) -> Callable[[], None]:
-    """Rank r has 1 + r experts; ranks bring 0 to 2 tokens, to each layer another number.  Backward is in reverse."""
+    """Rank r has 1 + r experts; ranks bring 0 to 2 tokens, to each layer another number.  Backward is in reverse.
+
+    again: every layer finds no room at first, and goes again.
+    """
     D, F = sizes
     owners = [1 + rank for rank in range(heap.size)]
     experts = sum(owners)
@@ -72,16 +79,22 @@ def forward_and_backward(
     given = [_on(heap, numbers(heap.rank, layer, tokens[layer], experts, D)) for layer in range(layers)]
     made: list[tuple[torch.Tensor, ...]] = []
     alive: list[object] = []
+    vain: list[torch.Tensor] = []
     with workspace.on(heap, group):
         kept = []
+        alive.append(Steps(exchange, given[0][0], len(given[0][0]), K))  # memory does not grow later on
         for x, weights, chosen, _ in given:
-            steps = Steps(exchange, x, len(x), K)
-            call = steps.route(chosen)
-            gates, ups, hidden = steps.open(x, call, gate, up, True)
-            rows = steps.keep(call)
-            left = steps.leave([(hidden, down)], False, call, None)
-            kept.append((steps, call, gates, ups, rows, steps.sum(call, weights, shared=False)[0]))
-            alive += [hidden, left]
+            for capacity in (0, None) if again else (None,):
+                steps = Steps(exchange, x, len(x), K, capacity=capacity)
+                call = steps.route(chosen)
+                gates, ups, hidden = steps.open(x, call, gate, up, True)
+                rows = steps.keep(call)
+                left = steps.leave([(hidden, down)], False, call, None)
+                y, _ = steps.sum(call, weights, shared=False)
+                alive += [call, hidden, left, gates, ups, rows]
+                if capacity is not None:
+                    vain.append(y)
+            kept.append((steps, call, gates, ups, rows, y))
         for (_, weights, _, dy), (steps, call, gates, ups, rows, y) in reversed(list(zip(given, kept, strict=True))):
             call = steps.again(call)
             dgates, dups, weighted, partial = steps.close(dy, weights, call, down, gates, ups)
@@ -93,12 +106,17 @@ def forward_and_backward(
 
     def check() -> None:
         assert alive
+        assert all(y.isnan().all() for y in vain), "nobody may take what was not computed"
         for layer, found in enumerate(made):
             for ours, theirs in zip(found, expected(heap.rank, layer, tokens[layer], experts, D, F), strict=True):
                 largest = theirs.abs().max().item() if theirs.numel() else 1.0
                 torch.testing.assert_close(ours.cpu(), theirs, rtol=0.0, atol=1e-5 * max(largest, 1e-6))
 
     return check
+
+
+def goes_again(heap: SymmetricHeap) -> Callable[[], None]:
+    return forward_and_backward(heap, again=True)
 
 
 def rows_alone(heap: SymmetricHeap, calls: int = 3) -> Callable[[], None]:

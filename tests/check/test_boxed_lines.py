@@ -41,7 +41,7 @@ def launch(slots: int, fault: str = "") -> Callable[[SymmetricHeap], Callable[[]
                     line = made[source, target]
                     coming[source, number] = line.receive((SIZES[number],), torch.int32, "tensor")
                 if source == me:
-                    going.append(made[source, target].send(content(me, number), "tensor"))
+                    going.append(made[source, target].send(content(me, number), name="tensor"))
         found = {key: handle.wait() for key, handle in coming.items()}
         for sending in going:
             sending.wait()

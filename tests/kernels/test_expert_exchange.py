@@ -44,21 +44,31 @@ def test_two_groups_in_turn(run_ranks: Run) -> None:
     assert run_ranks(f"{RANKS}:interleaved", 2) == [True] * 2
 
 
-def test_too_small_a_capacity_is_refused(run_ranks: Run) -> None:
-    for spoilt, first, second in run_ranks(f"{RANKS}:refused", 2):
-        assert spoilt == "True"
-        assert first.startswith(
-            "an exchange of rows wanted 160 slots on one rank and found 32; raise the capacity to 160"
-        )
-        assert second == ""
+# Of some ranks: experts of each, then call by call how tokens choose, the tokens of each, and whether more slots are
+# wanted than are there at first, which is for the even rows, in blocks of 4.
+BEYOND: dict[int, tuple[list[int], list[tuple[str, list[int], bool]]]] = {
+    2: ([2, 1], [("any", [20, 20], False), ("first", [20, 0], False), ("last", [20, 20], True),
+                 ("any", [3, 20], False), ("first", [20, 20], True)]),
+    3: ([1, 2, 1], [("last", [17, 17, 0], True), ("any", [17, 16, 0], False), ("first", [17, 17, 17], True)]),
+    4: ([1, 1, 0, 2], [("any", [0, 12, 12, 12], False), ("last", [12, 12, 12, 12], True),
+                       ("first", [12, 0, 0, 12], False)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_more_rows_than_there_is_room_for_go_again_and_have_the_same_bits(ranks: int, run_ranks: Run) -> None:
+    owners, calls = BEYOND[ranks]
+    given = {"owners": owners, "calls": [call[:2] for call in calls], "block": 4}
+    assert run_ranks(f"{RANKS}:beyond_its_room", ranks, given) == [[call[2] for call in calls]] * ranks
 
 
 def test_what_does_not_fit_is_refused() -> None:
     group = Group("ep", (0,), 0, torch.device("cpu"), Meter())
     with pytest.raises(ConfigError, match=r"experts \[2, 2\] for 1 ranks"):
         ExpertExchange(group, [2, 2])
-    with pytest.raises(ConfigError, match="a capacity of 0 rows"):
-        ExpertExchange(group, [2], capacity=0)
+    for room in (0.5, float("nan")):
+        with pytest.raises(ConfigError, match=f"room for {room} times the even rows; give at least 1, or None"):
+            ExpertExchange(group, [2], room=room)
     exchange = ExpertExchange(group, [2], most_tokens=3)
     x, weights, experts = torch.ones(3, 4), torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int64)
     gate, up, down = torch.ones(2, 5, 4), torch.ones(2, 5, 4), torch.ones(2, 4, 5)
@@ -141,8 +151,12 @@ def test_on_two_gpus_in_half_precision(D: int, F: int) -> None:
 
 
 @pytest.mark.gpu2
-def test_two_groups_and_too_small_a_capacity_on_two_gpus() -> None:
+def test_two_groups_and_too_little_room_on_two_gpus() -> None:
     assert two_gpus("interleaved") == [True, True]
+    calls = [(kind, [500, 500]) for kind in ("any", "last", "any", "first")]
+    given = {"owners": [2, 1], "calls": calls, "block": 64}
+    assert two_gpus("beyond_its_room", given) == [[False, True, False, True]] * 2
+    assert two_gpus("room_in_a_graph") == [True, True]
 
 
 @pytest.mark.gpu2

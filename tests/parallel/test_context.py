@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from interlace import launch
 from interlace.collectives import Group, Meter
 from interlace.models.attention import Pattern
 from interlace.parallel import blocks
@@ -49,6 +50,14 @@ def test_every_exchange_is_attention(run_ranks: Run, ways: int) -> None:
     heads = {2: (6, 2), 3: (12, 3), 4: (12, 2)}[ways]
     cases = [*MASKS, *({**case, "heads": heads} for case in [*MASKS, *SUNK])]
     run_ranks(f"{OURS}:attend", ways, {"cases": cases})
+
+
+@pytest.mark.parametrize("ways", [2, 3])
+def test_lines_that_copy_carry_every_exchange(run_ranks: Run, ways: int) -> None:
+    """Messages through one slot, which grows with them: `collectives.boxes`."""
+    heads = {2: (6, 2), 3: (12, 3)}[ways]
+    cases = [{**case, "heads": heads} for case in [{"length": 7}, *MASKS[:4], *SUNK[1:4], MASKS[7]]]
+    run_ranks(f"{OURS}:attend", ways, {"cases": cases, "copies": True})
 
 
 def test_lengths_that_do_not_divide_by_twice_the_ranks(run_ranks: Run) -> None:
@@ -121,6 +130,23 @@ def test_empty_blocks_are_neither_sent_nor_computed(run_ranks: Run) -> None:
         assert computed < 16 * seen, "bands as wide as the window, not whole blocks"
 
 
+@pytest.mark.parametrize("ways", [2, 3])
+def test_what_kernels_make_in_half_precision_is_rounded_once(run_ranks: Run, ways: int) -> None:
+    """Bit for bit as sums in fp32; gradients travel in bf16 where one tile made them, else in fp32."""
+    cases: list[dict[str, Any]] = [{"length": 37}, {"length": 19, "documents": SHORT}, {"length": 17, "window": 5}]
+    found = run_ranks(f"{OURS}:halves", ways, {"cases": cases})
+    for number, case in enumerate(cases):
+        starts = [[0, 5, 7], [0, *range(1, 19)]] if "documents" in case else None
+        seen, cut = plan.seen(case["length"], ways, case.get("window"), starts), plan.pieces(case["length"], ways)
+        for rank, sent in enumerate(found):
+            given, taken = (
+                sum(cut[b][1] - cut[b][0] for peer in range(ways) if peer != rank
+                    for b in plan.wanted(seen, ways, *((peer, rank) if gives else (rank, peer))))
+                for gives in (True, False)
+            )  # fmt: skip
+            assert sent[number] == 2 * 2 * 2 * 8 * (2 * 2 * given + (2 if number == 0 else 4) * taken)
+
+
 def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
     for rank in run_ranks(f"{OURS}:resident", 4, {"length": 1 << 16}):
         assert rank["one"] == 2 * (1 << 14) * 2 * 4 * 4
@@ -169,14 +195,19 @@ def test_plain_causal_is_one_kernel_for_each_rank_whose_keys_are_seen(ways: int,
         axis = SequenceAxis(group, length, "ring")
         work = Blocks(axis, Tiling(length, ways, Pattern(1, length, torch.device("cpu"))))
         own = len(axis.columns())
-        kv = torch.zeros(2, 1, own, 1, 1)
-        (piece,) = work.tiles(work.own(kv), None, 1, 1, fused=True)
+        (piece,) = work.tiles(None, 1, 1, fused=True)
         assert (piece.tile.kind, piece.queries, piece.keys) == ("causal", slice(0, own), slice(0, own))
         pairs += own * (own + 1) // 2
-        assert len(work.tiles(work.own(kv), None, 1, 1, fused=False)) == 3
+        assert len(work.tiles(None, 1, 1, fused=False)) == 3
         for stage in work.stages(1):
-            arrived = work.views(torch.zeros(work.total(stage, kv.shape)), work.taken(stage), kv.shape, stage)
-            (piece,) = work.tiles(arrived, stage, 1, 1, fused=False)
+            (piece,) = work.tiles(stage, 1, 1, fused=False)
             assert piece.tile.kind == "full"
             pairs += (piece.queries.stop - piece.queries.start) * (piece.keys.stop - piece.keys.start)
     assert pairs == length * (length + 1) // 2
+
+
+@pytest.mark.gpu2
+def test_layers_on_two_gpus_while_their_memory_changes_hands() -> None:
+    """Tiles on two streams, keys by copy engines: what is read too early, or written too early, shows."""
+    for worst in launch.run_local(f"{OURS}:chained", 2, {"repeats": 12}, device="cuda", timeout=100.0):
+        assert worst < 2e-2

@@ -193,6 +193,24 @@ def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, 
     assert str(refused.value).endswith(f"the nearest that works is {near}")
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("cp=2 exchange=ring micro_batches=2 zero=2", [*ODD, *WINDOW]),
+        ("cp=2 exchange=gather recompute=full overlap=off", ["data.documents=joined", *ODD]),
+        ("cp=2 pp=2 micro_batches=3 exchange=ulysses", [*ODD, "model.num_layers=4"]),
+    ],
+)
+def test_lines_that_copy_carry_whole_steps(
+    plan: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_context:under_copying_lines")
+    config = runs.config(tmp_path, plan, [*SMALL, *words])
+    report = verify.verify(config, config.plan.world)
+    assert report.passed, explain(report)
+
+
 def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     """Few key-value heads or a window: ring; as many as query heads on many ranks: heads dealt out, if they can be."""
     long = ["data.sequence_length=256", "model.num_heads=16", "model.max_positions=4096"]
@@ -204,6 +222,18 @@ def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     for recompute, best in (("none", "ring"), ("selective", "ulysses"), ("full", "ring")):  # what is sent again
         close = runs.config(tmp_path, f"cp=4 recompute={recompute}", [*long, "model.num_kv_heads=4"])
         assert context.choose(close, close.plan) == best, recompute
+
+
+@pytest.mark.parametrize(("length", "best"), [(4095, "ulysses"), (4096, "ring")])
+def test_auto_takes_ring_where_a_rank_has_positions_enough_to_hide_it(length: int, best: str, tmp_path: Path) -> None:
+    sizes = [
+        "model.num_heads=16",
+        "model.num_kv_heads=16",
+        "model.max_positions=4096",
+        f"data.sequence_length={length}",
+    ]
+    cfg = runs.config(tmp_path, "cp=2", sizes)
+    assert context.choose(cfg, cfg.plan) == best
 
 
 def test_plans_drawn_at_random_split_sequences_too(tmp_path: Path) -> None:

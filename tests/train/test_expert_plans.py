@@ -153,7 +153,10 @@ FUSED = {
     "pp=2 dp=2 ep=2 overlap=fused zero=3 micro_batches=2": [*FEW, "model.num_layers=2", "train.global_batch=4"],
     "tp=2 dp=2 ep=2 overlap=fused": [*FEW, *ROOM, "model.expert_ffn_size=7"],
     "dp=3 ep=3 overlap=fused zero=2": [*FEW, "model.num_layers=2", "model.dense_layers=[0]"],  # a rank has no sequence
-}
+    "pp=2 dp=2 ep=2 overlap=fused zero=2 schedule=zb-h1 micro_batches=2": [
+        *FEW, "model.num_layers=2", "train.global_batch=4"
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.ranks
@@ -164,6 +167,27 @@ def test_the_fused_exchange_is_proven_and_accounted(plan: str, tmp_path: Path, m
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
     monkeypatch.setattr(verify, "UNDER_PLAN", "rank_functions_expert:under_a_fused_plan")
     report = verify.verify(runs.config(tmp_path, plan, [*SMALL, *FUSED[plan]]), 2)
+    assert report.passed, explain(report)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("word", "room"), [("overlap=fused", "2"), ("overlap=fused expert_room=1.5", "1.5"), ("", "")])
+def test_a_run_says_that_it_takes_the_fused_exchange(
+    word: str, room: str, run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    said = [f"rows to experts: fused exchange, room for {room} times the even rows at first"] if room else []
+    config = runs.config(tmp_path, f"dp=2 ep=2 {word}", [*SMALL, *FEW]).to_toml()
+    found = run_ranks("rank_functions_expert:notes", 2, {"config": config})
+    assert found == [[said, float(room) if room else None]] * 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("under", ["under_a_plan_on_gpus", "under_a_plan_on_cpus"])
+def test_auto_takes_the_fused_exchange_on_gpus(under: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the ranks
+    monkeypatch.setattr(verify, "UNDER_PLAN", f"rank_functions_expert:{under}")
+    report = verify.verify(runs.config(tmp_path, "dp=2 ep=2", [*SMALL, *FEW]), 2)
     assert report.passed, explain(report)
 
 
@@ -214,11 +238,16 @@ def test_two_gpus_train_in_bf16(tmp_path: Path) -> None:
     """Grouped products, experts whole on their rank and copies that compute: losses near those of one GPU."""
     sizes = ["model.hidden_size=64", "model.expert_ffn_size=64", "train.precision=bf16", "train.steps=3"]
     found = []
-    for plan in ("dp=1", "dp=2 ep=2 zero=3 expert_halves=on", "dp=2 ep=2 zero=3 overlap=fused"):
+    for plan in (
+        "dp=1",
+        "dp=2 ep=2 zero=3 expert_halves=on",
+        "dp=2 ep=2 zero=3 overlap=fused",
+        "dp=2 ep=2 expert_room=1",
+    ):
         cfg = runs.config(tmp_path, plan, [*SMALL, *sizes], out=plan.replace(" ", "-"))
         run_local("interlace.train.loop:run", cfg.plan.world, {"config": cfg.to_toml(), "resume": ""}, device="cuda")
         found.append(runs.losses(cfg))
-    assert found[1:] == [pytest.approx(found[0], rel=5e-3)] * 2
+    assert found[1:] == [pytest.approx(found[0], rel=5e-3)] * 3
 
 
 @pytest.mark.parametrize(
@@ -240,22 +269,40 @@ def test_refusals(tmp_path: Path, plan: str, overrides: list[str], reason: str, 
     assert str(refused.value).endswith(f"the nearest that works is {near}")
 
 
-def test_the_fused_exchange_needs_room_for_all_that_can_come(tmp_path: Path) -> None:
-    """Of both ranks' choices, in whole blocks of 64 for each of two experts: in every layer, and once on their way."""
+@pytest.mark.parametrize(("given", "room"), [("", 2), (" expert_room=1.25", 1.25), (" expert_room=9", 2)])
+def test_the_fused_exchange_needs_room_for_more_than_the_even_rows(given: str, room: float, tmp_path: Path) -> None:
+    """At most for both ranks' choices, in whole blocks of 64 for each of two experts: in every layer, and once on their
+    way."""
     words = [*SMALL, "model.expert_ffn_size=200", "data.sequence_length=512", "model.max_positions=512"]
     plain, fused = (
         estimate(cfg, cfg.plan, "cpu")
-        for plan in ("dp=2 ep=2", "dp=2 ep=2 overlap=fused")
+        for plan in ("dp=2 ep=2", f"dp=2 ep=2 overlap=fused{given}")
         for cfg in [runs.config(tmp_path, plan, words)]
     )
     D, F, choices = 16, 200, 4 * 512 * 2
-    room = 2 * choices + 2 * 63 + 2  # rounded up to blocks
-    assert room % 64 == 0
-    kept = room * (D + 2 * F) * 4 - choices * ((2 * D + 4 * F) * 4 + 8 + 16)
-    peers = room * (D * 4 + 8) + choices * (D * 4 + 4) + 2 * 2 * 4 * 4 + 4
-    moving = peers + room * (D + 3 * F) * 4 - 2 * choices * D * 4
+    slots = int(room * choices) + 2 * 63 + 2  # rounded up to blocks
+    assert slots % 64 == 0
+    kept = slots * (D + 2 * F) * 4 - choices * ((2 * D + 4 * F) * 4 + 8 + 16)
+    peers = slots * (D * 4 + 8) + choices * (D * 4 + 4) + 2 * 2 * 4 * 4 + 4
+    moving = peers + slots * (D + 3 * F) * 4 - 2 * choices * D * 4
     assert fused.activations - plain.activations == 2 * kept + moving
     assert fused.parameters == plain.parameters
+
+
+def test_auto_counts_the_way_of_experts_that_needs_more(tmp_path: Path) -> None:
+    """Whether ranks address each other's memory, nobody knows before they run; on CPUs it is the all-to-all."""
+    words = [*SMALL, "model.expert_ffn_size=200", "data.sequence_length=512", "model.max_positions=512"]
+    words += ["train.precision=bf16"]
+
+    def needed(plan: str, device: str = "cuda", *more: str) -> int:
+        cfg = runs.config(tmp_path, f"dp=2 ep=2 expert_room=1.5 {plan}", [*words, *more])
+        return estimate(cfg, cfg.plan, device).activations
+
+    many = "cuda", "model.num_layers=12"  # each keeps less than with the all-to-all, and one has more in its hands
+    assert needed("", *many) == needed("overlap=plain", *many) > needed("overlap=fused", *many)
+    assert needed("") == needed("overlap=fused") > needed("overlap=plain")
+    for same in ((" ", "cpu"), ("expert_halves=on",), ("", "cuda", "model.expert_ffn_size=201")):
+        assert needed(same[0], *same[1:]) == needed(f"{same[0]} overlap=plain", *same[1:])
 
 
 def test_a_rank_needs_less_memory_for_fewer_experts(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 
 from interlace.check.fiber import Strategy
 from interlace.check.host import Host, Operations
@@ -46,6 +47,7 @@ Launch = Callable[[SymmetricHeap], Callable[[], object] | None]
 NEAR_WRAP = (1 << 31) - 2  # int32 words that begin here wrap after two signals
 
 LIBRARY = sysconfig.get_path("stdlib") + os.sep  # Python's own; installed packages may lie below it
+TRITON = os.path.join(os.path.dirname(triton.__file__), "")  # asserts what a kernel asks of the language
 TORCH_CUDA = os.path.join(os.path.dirname(torch.__file__), "cuda", "")  # asserts that there is a GPU
 GIVEN = (
     DEVICE,
@@ -119,7 +121,7 @@ class Explorer:
     @contextlib.contextmanager
     def open(self) -> Iterator[Explorer]:
         """Kernels and torch operations inside go to the schedule that runs."""
-        with warnings.catch_warnings(), watched(self.told, {}), _given_heaps(), _frozen():
+        with warnings.catch_warnings(), watched(self.told), _given_heaps(), _frozen():
             warnings.simplefilter("ignore")
             yield self
 
@@ -428,7 +430,7 @@ def _guarded(explorer: Explorer, settings: _Run) -> Report | None:
         last = steps[-1].file
         if not known and (not mine or (last.startswith(OWN[:2]) and last not in GIVEN)):
             raise
-        compared = isinstance(error, AssertionError) and not last.startswith(TORCH_CUDA)
+        compared = isinstance(error, AssertionError) and not last.startswith((TORCH_CUDA, TRITON))
         kind = "wrong result" if compared else "error"
         text = " ".join(str(error).split())[:300]
         name = type(error).__name__

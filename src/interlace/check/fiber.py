@@ -40,6 +40,7 @@ class Poll:
     address: int
     value: int
     event: int
+    bits: int
     wanted: tuple[str, int] | None = None  # how it was compared, and with what
 
     def is_met(self, value: int) -> bool:
@@ -49,12 +50,12 @@ class Poll:
         how, want = self.wanted
         if how in ("==", "!="):  # `while word != want`, `while word == want`
             return (value == want) is (how == "!=")
-        return reached(value, want, how)
+        return reached(value, want, how, self.bits)
 
 
-def reached(value: int, want: int, how: str) -> bool:
-    """Whether `value >= want`, or `> want`, in 32 bits that wrap."""
-    return (value - want - (how in ("<=", ">"))) % (1 << 32) < 1 << 31
+def reached(value: int, want: int, how: str, bits: int = 32) -> bool:
+    """Whether `value >= want`, or `> want`, in so many bits that wrap."""
+    return (value - want - (how in ("<=", ">"))) % (1 << bits) < 1 << (bits - 1)
 
 
 @dataclass(eq=False)
@@ -107,6 +108,8 @@ class Fiber:
     seen: dict[int, Seen] = field(default_factory=dict)
     waits: dict[int, Seen] = field(default_factory=dict)  # by word: the last signal it read there
     fenced: Clock | None = None  # what relaxed reads have seen, for the next fence
+    last_fence: tuple[int, tuple[str, int]] | None = None  # how many events came before it, and where it is
+    wrapped: tuple[int, int, tuple[str, int]] | None = None  # two numbers it has compared as if they did not wrap
     handle: Any = None  # what the last poll returned
     blocked: str = ""  # why a host program does not go on
 

@@ -269,7 +269,7 @@ class Host(Fabric):
 
         def do() -> _Data:
             flag.fill_(number)
-            return _Data(np.array([number]))
+            return _Data(np.array([int(flag)], np.int32))
 
         self.machine.atomic(self._word(flag, True, "release", "flag write"), do)
 
@@ -277,14 +277,14 @@ class Host(Fabric):
         want = self._number(value)
 
         def do() -> _Data:
-            return _Data(np.array([int(flag)]))
+            return _Data(np.array([int(flag)], np.int32))
 
         while True:
             found = self.machine.atomic(self._word(flag, False, "acquire", "flag wait"), do)
             fiber = self.machine.current
             assert fiber is not None
             if fiber.polls:
-                fiber.polls[-1].wanted = ("<", want)
+                self.machine.wants(fiber, "-", want)
             if (int(found.data[0]) - want) % (1 << 32) < 1 << 31:
                 return
             if self.machine.clock > self.limit * 1e9:

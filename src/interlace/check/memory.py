@@ -62,6 +62,7 @@ class Signal:
     scope: str
     operation: str
     seen: bool = False  # somebody has read it since
+    fence: tuple[int, tuple[str, int]] | None = None  # of a relaxed one: the fence that makes it a release
 
 
 @dataclass(eq=False, slots=True)

@@ -130,6 +130,8 @@ class Shadow:
     def __init__(self, count: int, written: bool) -> None:
         self.count, self.is_whole = count, written  # whether somebody has written every element
         self.writes = Slots(count)
+        self.writes.event.fill(-1)
+        self.befores = np.full(count, -1, np.int32)  # the event of the write before the last, -1 if there was none
         self.reads = [Slots(count) for _ in range(CONCURRENT)]
         self.written = np.full(count, written)
 
@@ -138,7 +140,7 @@ class Shadow:
         self.count *= times
         for slots in (self.writes, *self.reads):
             slots.refine(times)
-        self.written = np.repeat(self.written, times)
+        self.written, self.befores = np.repeat(self.written, times), np.repeat(self.befores, times)
 
     def check(
         self, at: Indices | int, knows: Clock, write: bool, kind: int, rank: int, rank_of: np.ndarray[Any, Any]
@@ -180,6 +182,7 @@ class Shadow:
         return None if first < 0 else int(at[first])  # type: ignore[index]
 
     def note_write(self, at: Indices | int, component: int, time: int, event: int, kind: int) -> None:
+        self.befores[at] = self.writes.event[at]
         self.writes.take(at, component, time, event, kind)
         for slots in self.reads:
             slots.time[at] = 0

@@ -122,9 +122,10 @@ def _race(
     mixed = _mixed(steps, conflict, strength, write)
     if mixed:
         return Report("wrong order", f"{name}: {mixed}", steps)
-    fault, cause, more = _cause(machine, earlier, later, conflict, event, write)
+    before = _write_before(region, index, conflict)
+    fault, cause, more = _cause(machine, earlier, later, conflict, event, write, before)
     reader = earlier if not conflict.earlier_is_write else later
-    notes = _waited(machine, reader) if fault == "data race" else ()
+    notes = (*(_waited(machine, reader) if fault == "data race" else ()), *_wraps(machine))
     return Report(fault, f"{name}: {cause}", (*steps, *more), notes=notes)
 
 
@@ -140,6 +141,25 @@ def _waited(machine: Machine, fiber: Fiber) -> tuple[str, ...]:
                 f"(line {signal.line})"
             )
     return tuple(notes)
+
+
+def _wraps(machine: Machine) -> list[str]:
+    """Who has taken a word that wrapped for a small one, or one that will for a large one; where words are to wrap."""
+    notes = []
+    for fiber in machine.fibers if any(host.origin for host in machine.hosts) else ():
+        if fiber.wrapped is not None:
+            value, want, (file, line) = fiber.wrapped
+            notes.append(
+                f"{fiber} compared {value} with {want} as numbers that do not wrap ({shown(file)}:{line}); compare "
+                "their difference with 0, as wait_until does"
+            )
+    return notes[:2]
+
+
+def _write_before(region: Region, index: int, conflict: Conflict) -> int:
+    """The event of the last write of an element, before that which conflicts if it is one; -1 if there is none."""
+    shadow = region.shadow
+    return (shadow.befores if conflict.earlier_is_write else shadow.writes.event).item(index)
 
 
 def _wiped(steps: tuple[Step, Step], conflict: Conflict, strength: int, write: bool) -> str:
@@ -172,8 +192,10 @@ def _mixed(steps: tuple[Step, Step], conflict: Conflict, kind: int, write: bool)
     )
 
 
-def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, event: int, write: bool) -> Cause:
-    """Kind, sentence and further steps of a race."""
+def _cause(
+    machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, event: int, write: bool, before: int
+) -> Cause:
+    """Kind, sentence and further steps of a race.  `before`: as `_write_before` says."""
     seen = later.seen.get(earlier.number)
     component = (conflict.component - earlier.knows.first) % 3
     if seen is not None and not seen.learned and seen.why:
@@ -181,10 +203,14 @@ def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, e
     if seen is not None and seen.learned:
         signal = step(machine, seen.signal.event)
         if conflict.event > seen.signal.event and earlier.kind == "program":
+            return _signalled_early(machine, earlier, later, conflict, seen, write, before)
+        fence = seen.signal.fence
+        if fence is not None and conflict.event >= fence[0]:
             done = "written" if conflict.earlier_is_write else "read"
             return (
                 "wrong order",
-                f"{earlier} signals before the element is {done}; signal after it.",
+                f"the relaxed signal at line {signal.line} covers only what came before the fence at line "
+                f'{fence[1][1]}, and the element is {done} after that; call fence() after it, or use sem="release".',
                 (signal, step(machine, seen.read)),
             )
         if component == PROXY:
@@ -205,12 +231,11 @@ def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, e
     if reused is not None:
         return reused
     if conflict.earlier_is_write and not write and _came_late(earlier, later):
-        return (
-            "buffer reused",
-            f"{later} was told by rank {earlier.rank} that the element is there, but {earlier} has overwritten it "
-            "while it may still be read; let the reader signal that it has, or write to another buffer in turn.",
-            (),
-        )
+        return _overwritten(earlier, later)
+    told = None if conflict.earlier_is_write else earlier.seen.get(later.number)
+    if told is not None and told.learned and _is_first(machine, earlier, later, told, before):
+        more = (step(machine, told.signal.event), step(machine, told.read))
+        return "wrong order", f"{later} signals before the element is written; signal after it.", more
     if not conflict.earlier_is_write and write and _is_reuse(machine, earlier, later):
         return (
             "buffer reused",
@@ -225,6 +250,36 @@ def _cause(machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, e
     else:
         reason = f"{later} reads it without waiting for {earlier}, who writes it"
     return "data race", f"{reason}; signal after the first access, and wait for that signal before the second.", ()
+
+
+def _overwritten(writer: Fiber, reader: Fiber) -> Cause:
+    return (
+        "buffer reused",
+        f"{reader} was told by rank {writer.rank} that the element is there, but {writer} has overwritten it "
+        "while it may still be read; let the reader signal that it has, or write to another buffer in turn.",
+        (),
+    )
+
+
+def _signalled_early(
+    machine: Machine, earlier: Fiber, later: Fiber, conflict: Conflict, seen: Seen, write: bool, before: int
+) -> Cause:
+    """The access comes after the signal that the other has seen: the signal is too early, or was for another access."""
+    signal = seen.signal.event
+    more = (step(machine, signal), step(machine, seen.read))
+    if conflict.earlier_is_write:
+        if not write and 0 <= before < signal and machine.events[before][0] is earlier:
+            return _overwritten(earlier, later)
+        return "wrong order", f"{earlier} signals before the element is written; signal after it.", more
+    _, _, *place = machine.events[conflict.event]
+    if any(each is earlier and where == place for each, _, *where in machine.events[:signal]):
+        return (
+            "buffer reused",
+            f"{later} overwrites the element while {earlier} may still read it: what it has waited for was signalled "
+            "before the element is read; wait for a signal that comes after that, or write to another buffer in turn.",
+            more,
+        )
+    return "wrong order", f"{earlier} signals before the element is read; signal after it.", more
 
 
 def _unlearned(machine: Machine, seen: Seen) -> Cause:
@@ -287,6 +342,15 @@ def _came_late(writer: Fiber, reader: Fiber) -> bool:
         and seen.signal.fiber.number < writer.number
         for seen in reader.seen.values()
     )
+
+
+def _is_first(machine: Machine, reader: Fiber, writer: Fiber, told: Seen, before: int) -> bool:
+    """Whether a write after a read is the first of this program since before it told the reader of one."""
+    if writer.kind != "program" or reader.item is None or writer.item is None:
+        return False
+    if (reader.label, reader.item.number) != (writer.label, writer.item.number):
+        return False
+    return not 0 <= before < told.signal.event or machine.events[before][0] is not writer
 
 
 def _is_reuse(machine: Machine, reader: Fiber, writer: Fiber) -> bool:
@@ -358,19 +422,47 @@ def _lost(machine: Machine, sleepers: list[Fiber]) -> Report | None:
             if word is None or poll.wanted is None:
                 continue
             name = poll.region.element(poll.address)
-            for index, old in enumerate(word.history[:-1]):
-                new = word.history[index + 1]
-                enough = poll.is_met(old.after)
-                if enough and new.after != old.after:
-                    return _lost_report(machine, fiber, name, old, new, poll, f"goes past the {old.after} it waits for")
-            for old, new in itertools.pairwise(word.history):
+            passed = machine.passed.get((fiber.rank, fiber.label, fiber.program, poll.address), -1)
+            pairs = [pair for pair in itertools.pairwise(word.history) if pair[1].event > passed]
+            for old, new in pairs:
+                if old.event > passed and poll.is_met(old.after) and not poll.is_met(new.after):
+                    is_past = reached(new.after, old.after, "<=", poll.bits)
+                    why = f"goes past the {old.after} it waits for" if is_past else "undoes the signal it waits for"
+                    return _lost_report(machine, fiber, name, old, new, poll, why)
+            for old, new in pairs:
                 if old.fiber is new.fiber or new.operation == "add" or poll.is_met(new.after):
                     continue
                 if new.before == new.after:
                     return _lost_report(machine, fiber, name, old, new, poll, "sets what an earlier signal has set")
-                if not old.seen or reached(new.before, new.after + 1, "<"):
+                is_back = reached(new.before, new.after, "<=", poll.bits)
+                has_taken = old.event <= passed and _same_program(new.fiber, fiber)  # what it had waited for
+                if (is_back or not old.seen) and not has_taken:
                     return _lost_report(machine, fiber, name, old, new, poll, "replaces an earlier signal")
     return None
+
+
+def _same_program(one: Fiber, other: Fiber) -> bool:
+    """Of one launch or of several."""
+    return (one.rank, one.label, one.program) == (other.rank, other.label, other.program)
+
+
+def _replaced(machine: Machine, sleepers: list[Fiber]) -> list[str]:
+    """Words that nobody waits for now, as counters, whose last signal nobody had read before it was set back."""
+    notes = []
+    waited = {poll.address for fiber in sleepers for poll in fiber.polls}
+    for address, word in machine.words.items():
+        region = machine.find(address)
+        if region is None or address in waited:
+            continue
+        for old, new in itertools.pairwise(word.history):
+            is_back = new.operation != "add" and not reached(new.after, old.after, "<", 8 * region.size)
+            if is_back and not old.seen and old.fiber is not new.fiber:
+                first, second = step(machine, old.event), step(machine, new.event)
+                notes.append(
+                    f"{region.element(address)}: the write at line {second.line} ({new.before} to {new.after}) "
+                    f"replaces the signal of line {first.line} ({old.before} to {old.after}), which nobody has read"
+                )
+    return notes[-2:]
 
 
 def _lost_report(machine: Machine, fiber: Fiber, name: str, old: Signal, new: Signal, poll: Poll, why: str) -> Report:
@@ -398,6 +490,7 @@ def _deadlock(machine: Machine, sleepers: list[Fiber]) -> Report:
         more, who = _waiting(machine, fiber)
         steps += more
         notes += who
+    notes += [*_replaced(machine, sleepers), *_wraps(machine)]
     hosts = [fiber for fiber in machine.fibers if fiber.kind == "host" and fiber.blocked]
     notes += [f"{fiber} stands at {fiber.blocked}" for fiber in hosts]
     absent = _absent(machine)

@@ -8,6 +8,7 @@ there.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,8 @@ VERBS = {  # by volatile, proxy, write
     for proxy in (False, True)
     for write in (False, True)
 }
+ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+SMALL = 1 << 30  # words nearer to 0 do not wrap soon
 LARGEST_POLL = 32  # elements; a longer read is no poll
 
 
@@ -47,6 +50,7 @@ class Watch(Memory, ABC):
         self.current: Fiber | None = None
         self.events: list[tuple[Fiber, str, str, int]] = []
         self.unwritten: list[tuple[Fiber, int, Region, int]] = []  # reads of memory nobody had written
+        self.passed: dict[tuple[int, str, int, int], int] = {}  # by program and word: the read that ended its last wait
         self.clock = 0  # nanoseconds that time has leapt
         self.comparisons = 0  # since the last event
         self.chances = 0  # looks that all sleepers have been given since there was progress
@@ -140,15 +144,24 @@ class Watch(Memory, ABC):
         befores = [peek(a, what.size) for a in addresses]
         made = do()
         afters = [peek(a, what.size) for a in addresses]
-        swapped = what.operation == "cas" and befores == [int(w) for w in np.asarray(what.wanted).ravel()]
-        write = what.changes and (what.operation != "cas" or swapped)
-        for region, at in parts:
-            self.touch(fiber, region, at, write, LANE, scope, event, read=what.reads)
+        write = what.changes or befores != afters
+        lanes = [*zip(addresses, befores, afters, strict=True)] if write else []
+        if what.wanted is not None and write:  # only what was as wanted is written
+            lanes = [lane for lane, want in zip(lanes, what.wanted.tolist(), strict=True) if lane[1] == want]
+            write = bool(lanes)
+        if write and len(lanes) < len(addresses):
+            swapped = np.array(befores) == what.wanted
+            for chosen, writes in ((swapped, True), (~swapped, False)):
+                for region, at in self.locate(what.addresses[chosen], what.size, writes):
+                    self.touch(fiber, region, at, writes, LANE, scope, event, read=True)
+        else:
+            for region, at in parts:
+                self.touch(fiber, region, at, write, LANE, scope, event, read=what.reads)
         if what.reads:
             for address in addresses:
                 self._observe(fiber, address, event, what.sem, scope, write)
         if write:
-            self._publish(fiber, what, addresses, event, befores, afters)
+            self._publish(fiber, what, event, lanes)
             for region, _ in parts:
                 region.words = True
         if write and befores != afters:
@@ -156,8 +169,8 @@ class Watch(Memory, ABC):
         else:
             fiber.handle = made
             self.polled(fiber, parts[0][0], what.addresses, made, event)
-            if what.operation == "cas" and fiber.polls:
-                fiber.polls[-1].wanted = ("!=", int(np.asarray(what.wanted).ravel()[0]))
+            if what.wanted is not None and fiber.polls and made.data.dtype.kind in "iu":
+                self.wants(fiber, "!=", what.wanted.item(0))
         return made
 
     def _observe(self, fiber: Fiber, address: int, event: int, sem: str, scope: int, write: bool = False) -> None:
@@ -191,19 +204,18 @@ class Watch(Memory, ABC):
         narrow = min(SCOPES.get(last.scope, SYS), scope)
         return "scope" if (narrow < SYS and last.fiber.rank != fiber.rank) or narrow < GPU else ""
 
-    def _publish(
-        self, fiber: Fiber, what: Atomic, addresses: list[int], event: int, befores: list[int], afters: list[int]
-    ) -> None:
+    def _publish(self, fiber: Fiber, what: Atomic, event: int, written: list[tuple[int, int, int]]) -> None:
+        """What an atomic tells by the words it has written; of each its address, and what it held before and after."""
         scope = SCOPES[what.scope]
         releases = what.sem in ("release", "acq_rel")
         made: Clock | None = None
         if releases:
-            made = self._published(fiber, len(addresses) == 1)
+            made = self._published(fiber, len(what.addresses) == 1)
         else:
             for reach, clock in fiber.knows.released.items():
                 made = clock if made is None else np.maximum(made, clock)
                 scope = min(scope, reach)
-        for address, before, after in zip(addresses, befores, afters, strict=True):
+        for address, before, after in written:
             word = self.words.setdefault(address, Word())
             if not what.reads:
                 word.messages.clear()  # only what has read a word goes on with the releases before it
@@ -214,6 +226,8 @@ class Watch(Memory, ABC):
             sem = what.sem if releases or made is None else "release"
             # A relaxed one reaches no further than the fence before it.
             self._signalled(fiber, address, event, before, after, sem, NAMES[scope], what.operation, keep=True)
+            if sem != what.sem:
+                word.history[-1].fence = fiber.last_fence
 
     def _published(self, fiber: Fiber, single: bool) -> Clock:
         if fiber.kind != "program" or not self.barriers:
@@ -251,6 +265,7 @@ class Watch(Memory, ABC):
             fiber.knows.learn(fiber.fenced)
             fiber.fenced = None
         fiber.knows.released[SCOPES[scope]] = fiber.knows.published(True)
+        fiber.last_fence = len(self.events), line()
 
     def compared(self, left: Any, right: Any, how: str) -> None:
         """The interpreter compares two values: what a poll returned is one side, what is wanted the other."""
@@ -260,7 +275,19 @@ class Watch(Memory, ABC):
         fiber = self.current
         if not how or fiber is None or fiber.handle is None or left is not fiber.handle or not fiber.polls:
             return
-        fiber.polls[-1].wanted = (how, int(np.asarray(right.data).ravel()[0]))
+        self.wants(fiber, how, _signed(right.data))
+        poll, holds = fiber.polls[-1], ORDERS.get(how)
+        if holds is not None and abs(poll.value) > SMALL:
+            found, want = left.data.item(0), right.data.item(0)
+            if holds(found, want) is (poll.is_met(poll.value) is how.startswith("<")):
+                fiber.wrapped = (found, want, line())
+
+    def wants(self, fiber: Fiber, how: str, want: int) -> None:
+        """What a fiber has just read is compared so: the loop that reads goes on as long as it holds."""
+        poll = fiber.polls[-1]
+        poll.wanted = (how, want)
+        if poll.is_met(poll.value):
+            self.passed[fiber.rank, fiber.label, fiber.program, poll.address] = poll.event
 
     # --- happens-before ----------------------------------------------------------------------------------------------
 
@@ -317,7 +344,7 @@ class Watch(Memory, ABC):
             fiber.repeats += 1
         fiber.handle = made
         address = addresses.item(0)
-        poll = Poll(region, address, int(data.item(0)) if data.dtype.kind in "iub" else 0, event)
+        poll = Poll(region, address, _signed(data) if data.dtype.kind in "iub" else 0, event, 8 * data.itemsize)
         polls = fiber.polls
         for at, each in enumerate(polls):
             if each.address == address:
@@ -367,3 +394,9 @@ class Watch(Memory, ABC):
         """File and line of the user's program, for a message."""
         file, number = line()
         return f"{shown(file)}:{number}"
+
+
+def _signed(data: Any) -> int:
+    """The first of some whole numbers, with the sign that its bits would give a signed one."""
+    number = int(data.item(0))
+    return number - (1 << 8 * data.itemsize) if number >> (8 * data.itemsize - 1) > 0 else number

@@ -1,6 +1,6 @@
 """Transfers between ranks as values: each function starts one and hands back a `Handle`; only its `wait` blocks."""
 
-from interlace.collectives.boxes import Box, Boxes, in_boxes
+from interlace.collectives.boxes import Box, Boxes, between_all, in_boxes
 from interlace.collectives.groups import Group, Groups, make_groups, neighbours, strided
 from interlace.collectives.handle import Handle, Meter, Record, Sending
 from interlace.collectives.lines import Line, Lines, make_lines, receive, send
@@ -26,6 +26,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "balanced",
+    "between_all",
     "both",
     "broadcast",
     "gather_bytes",

@@ -21,6 +21,7 @@ Loading a kernel waits for streams that await a word, as it does for kernels tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -154,31 +155,34 @@ class Box:
             with heap.stream(self._name):
                 self._stream = current(heap.device)
 
-    def send(self, tensor: torch.Tensor, name: str) -> Sending:
-        """Starts sending a contiguous tensor of any shape and type."""
-        assert self._sends and tensor.is_contiguous()
-        content = tensor.view(-1).view(torch.uint8)
-        heap, slot, number = self._next(content.numel())
-        self.meter.count("send", self.axis, content.numel())
+    def send(self, tensor: torch.Tensor, *more: torch.Tensor, name: str, kind: str = "send") -> Sending:
+        """Starts sending contiguous tensors of any shape and type, one after another in one message.
+
+        kind: the collective as which it is counted.
+        """
+        given = [each.view(-1).view(torch.uint8) for each in (tensor, *more)]
+        assert self._sends and all(each.is_contiguous() for each in (tensor, *more))
+        nbytes = sum(content.numel() for content in given)
+        heap, slot, number = self._next(nbytes)
+        self.meter.count(kind, self.axis, nbytes)
         left: list[Event] = []
 
         def launch() -> list[_Moved]:
             with heap.stream(self._name):
                 if self._count > len(self._slots):
                     heap.wait(self._taken, number - len(self._slots), self.target)
-                heap.copy(slot, content)
+                for place, content in zip(slot.split([each.numel() for each in given]), given, strict=True):
+                    heap.copy(place, content)
                 heap.write(self._arrived, number)
                 left.append(heap.event())
             return self._moved(left)
 
         peer = f" to rank {self.ranks[1]}"
-        handle = start(
-            self.meter, self.axis, name, content.numel(), self._stream, None, launch, lambda: None, peer, True
-        )
+        handle = start(self.meter, self.axis, name, nbytes, self._stream, None, launch, lambda: None, peer, True)
         timed = (
             self._stream is not None
         )  # a host takes the time of a send when it waits for it, so it is not done before
-        return Sending(tensor, handle, lambda: timed and left[0].is_done)
+        return Sending((tensor, *more), handle, lambda: timed and left[0].is_done)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, name: str) -> Handle[torch.Tensor]:
         """Starts receiving the next tensor, which has this shape and type.
@@ -233,3 +237,9 @@ def in_boxes(
     if group.device.type != "cuda" or not reach(group):
         return lines
     return Boxes(group, pairs, lines, timeout)
+
+
+def between_all(group: Group, timeout: float, slots: int = 1) -> Boxes:
+    """Boxes between every two ranks of a group, with the group's library beneath."""
+    pairs = list(itertools.permutations(range(group.size), 2))
+    return Boxes(group, pairs, dict.fromkeys(pairs, group), timeout, slots)

@@ -58,6 +58,7 @@ class Meter:
         self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
         self.record = record
         self.at_once = False
+        self._compute: torch.cuda.Stream | None = None
         self._stalls: list[tuple[str, str, Moment, Moment]] = []
         self._transfers: list[tuple[str, str, Moment, Moment, int]] = []
         self._work: list[tuple[str, str, str, Moment, Moment]] = []
@@ -90,6 +91,10 @@ class Meter:
         """Whether moments are kept here and now."""
         return self.record and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
+    def standing(self, waiting: torch.cuda.Stream) -> torch.cuda.Stream:
+        """The stream that stands still when `waiting` does."""
+        return waiting if self._compute is None else self._compute
+
     def stalled(self, axis: str, name: str, begin: Moment, end: Moment) -> None:
         if self.records:
             self._stalls.append((axis, name, begin, end))
@@ -97,6 +102,15 @@ class Meter:
     def transferred(self, axis: str, name: str, begin: Moment, end: Moment, nbytes: int) -> None:
         if self.records:
             self._transfers.append((axis, name, begin, end, nbytes))
+
+    @contextmanager
+    def beside(self, compute: torch.cuda.Stream) -> Iterator[None]:
+        """Around waits of another stream that `compute` will wait for: it stands still from where it is now."""
+        self._compute = compute
+        try:
+            yield
+        finally:
+            self._compute = None
 
     @contextmanager
     def work(self, kind: str, name: str, device: torch.device) -> Iterator[None]:
@@ -207,10 +221,10 @@ class Handle(Generic[T]):
 
 
 class Sending:
-    """A send under way.  It holds its tensor; let it go when it `is_done`, which gloo never says, or after `wait`."""
+    """A send under way.  It holds its tensors; let it go when it `is_done`, which gloo never says, or after `wait`."""
 
-    def __init__(self, tensor: torch.Tensor, handle: Handle[None], is_done: Callable[[], bool]) -> None:
-        self._tensor, self._handle, self._is_done = tensor, handle, is_done
+    def __init__(self, tensors: Sequence[torch.Tensor], handle: Handle[None], is_done: Callable[[], bool]) -> None:
+        self._tensors, self._handle, self._is_done = tensors, handle, is_done
 
     @property
     def is_done(self) -> bool:
@@ -300,7 +314,7 @@ def _start(
             meter.stalled(axis, name, began, ended)
         else:
             if timed:
-                meter.stalled(axis, name, _mark(waiting), ready)
+                meter.stalled(axis, name, _mark(meter.standing(waiting)), ready)
             waiting.wait_event(ready)
         del keep
         return result

@@ -59,7 +59,7 @@ def send(tensor: torch.Tensor, line: Line, *, name: str, through_host: bool = Fa
     """Starts sending a contiguous tensor down the line."""
     if isinstance(line, Box):
         if not through_host:
-            return line.send(tensor, name)
+            return line.send(tensor, name=name)
         line = line.beneath
     assert line.rank == 0 and line.process_group is not None and tensor.is_contiguous()
     nbytes = tensor.numel() * tensor.element_size()
@@ -76,7 +76,7 @@ def send(tensor: torch.Tensor, line: Line, *, name: str, through_host: bool = Fa
 
     peer = f" to rank {line.ranks[1]}"
     handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer, is_early=True)
-    return Sending(tensor, handle, works[0].is_completed)
+    return Sending([tensor], handle, works[0].is_completed)
 
 
 def receive(

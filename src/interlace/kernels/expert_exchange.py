@@ -5,15 +5,17 @@
     rows = all_to_all(x, k times, by expert);   made = down @ (silu(gate @ rows) * (up @ rows)), expert by expert
     y = sum over k, in order, of weights * all_to_all(made, back)
 
-Quicker because no host waits and no transfer is by itself.  Every rank writes its rows straight into their owner's
-memory, where they stand by expert (`expert_route` says where), raises a flag a piece, and goes on to multiply what has
-come; the last product's rows leave as its tiles are done (`expert_rows`, `expert_products`).  Six launches forward,
-seven backward.  The dual exchanges are the same kernels: rows of dy, with their weights, go the way of the rows of x,
-and the gradient of x comes back the way of y, added up without weights.  Nobody adds to what another adds to, so a
-repeated call has the same bits.
+Quicker because the device waits for no host and no transfer is by itself.  Every rank writes its rows straight into
+their owner's memory, where they stand by expert (`expert_route` says where), raises a flag a piece, and goes on to
+multiply what has come; the last product's rows leave as its tiles are done (`expert_rows`, `expert_products`).  Six
+launches forward, seven backward.  The dual exchanges are the same kernels: rows of dy, with their weights, go the way
+of the rows of x, and the gradient of x comes back the way of y, added up without weights.  Nobody adds to what another
+adds to, so a repeated call has the same bits.
 
-Memory: slots for `capacity` rows, by default all that could come.  A smaller one is checked on the device: the rows
-that find no room are not sent, y is not a number, and the next call, backward or `check()` raises ResourceError.
+Memory: slots, and for backward what stands beside them, for all rows that could come, or by need: with `room`, for so
+many times the rows of an even choice.  All ranks learn all counts, so where one wants more, all find that out on the
+device, send and multiply nothing, and go again with as many slots as that one wants; the bits are the same.  The host
+looks when it has handed out the whole layer: it waits for the counts alone, and the device not at all.
 
 A token is sent once for each of its choices, not once for each of its owners.  The latter, with even routing, would
 save 25 % of the bytes at k = 2 over 2 ranks, 75 % at k = 8 over 2 and 34 % at k = 8 over 8.  It was not tried: the
@@ -24,7 +26,7 @@ spread them, and a tile of any expert would wait for tokens of all places instea
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group
-from interlace.errors import ConfigError, ResourceError
+from interlace.errors import ConfigError
 from interlace.kernels import expert_products, expert_route, expert_rows, workspace
 from interlace.kernels.candidate import Tile
 from interlace.kernels.expert_plain import plain
@@ -97,9 +99,10 @@ class ExpertExchange:
     """Experts of a group, and what is needed to reach them.  See the module.
 
     owners: how many experts each rank holds, in order; with none a rank only sends.  most_tokens: the most that any
-    rank ever brings, the same number on every rank; None: all bring as many as this one.  capacity: slots for rows on a
-    rank, None: all that can come.  Every expert's rows are rounded up to `tuning.block` slots.  Every rank makes the
-    same calls, on one stream or several.  Raises ConfigError for what does not fit together.
+    rank ever brings, the same number on every rank; None: all bring as many as this one.  room: slots at first, in
+    times of the rows that the rank with most experts has if all are chosen alike; None: for all that can come, and the
+    host never looks.  Every expert's rows are rounded up to `tuning.block` slots.  Every rank makes the same calls, on
+    one stream or several.  Raises ConfigError for what does not fit together.
     """
 
     def __init__(
@@ -108,20 +111,19 @@ class ExpertExchange:
         owners: Sequence[int],
         *,
         most_tokens: int | None = None,
-        capacity: int | None = None,
+        room: float | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         if len(owners) != group.size or min(owners) < 0 or sum(owners) < 1:
             raise ConfigError(
                 f"experts {list(owners)} for {group.size} ranks; give the number of each rank, at least one in all."
             )
-        if capacity is not None and capacity < 1:
-            raise ConfigError(f"a capacity of {capacity} rows; give at least 1, or None for all that can come.")
+        if room is not None and not room >= 1:
+            raise ConfigError(f"room for {room} times the even rows; give at least 1, or None for all that can come.")
         self.group, self.owners, self.experts = group, tuple(owners), sum(owners)
         self.first, self.local = sum(owners[: group.rank]), owners[group.rank]
-        self.most_tokens, self.capacity, self.tuning = most_tokens, capacity, tuning
+        self.most_tokens, self.room, self.tuning = most_tokens, room, tuning
         self._maps = self._make_maps()
-        self._open: list[tuple[Tensor, torch.cuda.Event | None, int]] = []  # slots wanted, when known, slots had
 
     def _make_maps(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each expert its owner and its owner's first; the order in which this rank sends to them."""
@@ -164,10 +166,6 @@ class ExpertExchange:
             return "its kernels run on GPUs, or with TRITON_INTERPRET=1 on a CPU"
         return None if workspace.reachable(self.group) else "ranks cannot address each other's memory"
 
-    def check(self) -> None:
-        """Raises ResourceError if a call wanted more slots than there are; waits for the device."""
-        self._judge(wait=True)
-
     # --- sizes -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, x: Tensor, weights: Tensor, experts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> None:
@@ -188,10 +186,11 @@ class ExpertExchange:
         if self.most_tokens is not None and len(x) > self.most_tokens:
             raise ConfigError(f"{len(x)} tokens where most_tokens is {self.most_tokens}; make it the most of any rank.")
 
-    def sizes(self, tokens: int, k: int, tuning: Tuning) -> tuple[int, int]:
-        """Most tokens of a rank, and slots, a multiple of the block."""
+    def sizes(self, tokens: int, k: int, tuning: Tuning) -> tuple[int, int, int]:
+        """Most tokens of a rank, slots at first, and slots that no call wants more of: multiples of the block."""
         most = tokens if self.most_tokens is None else self.most_tokens
-        return most, plan.slots(most * k, self.group.size, max(self.owners), tuning.block, self.capacity)
+        sizes = most * k, self.group.size, max(self.owners), self.experts, tuning.block
+        return most, plan.slots(*sizes, self.room), plan.slots(*sizes)
 
     def count(self, steps: Steps, call: Call, inner: int, products: int, backward: bool) -> None:
         """Tells the meter, if it listens, what the device knows: bytes of rows, and FLOPs of so many products a row."""
@@ -210,44 +209,21 @@ class ExpertExchange:
         self.group.meter.count("all_to_all", self.group.axis, nbytes)
         self.group.meter.flops += 2 * products * here * hidden * inner
 
-    def note(self, steps: Steps, call: Call) -> None:
-        """Remembers to look at how many slots a call wanted, if there are fewer than could come."""
-        if self.capacity is None or (call.table.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        wanted, done = call.table[-1:], None
-        if wanted.is_cuda:
-            wanted = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(wanted, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        self._open.append((wanted, done, steps.capacity))
-
-    def _judge(self, wait: bool) -> None:
-        while self._open:
-            wanted, done, slots = self._open[0]
-            if done is not None and wait:
-                done.synchronize()
-            if done is not None and not done.query():
-                return
-            self._open.pop(0)
-            most = int(wanted)
-            if most > slots:
-                self._open.clear()
-                raise ResourceError(
-                    f"an exchange of rows wanted {most} slots on one rank and found {slots}; raise the capacity to "
-                    f"{most}, or leave it out."
-                )
-
 
 class Steps:
     """The launches of one exchange over a group's workspace, in the order in which they are to be made."""
 
-    def __init__(self, exchange: ExpertExchange, x: Tensor, tokens: int, k: int, inner: int = 1) -> None:
-        """inner: features between an expert's products; of rows that are only moved any will do."""
+    def __init__(
+        self, exchange: ExpertExchange, x: Tensor, tokens: int, k: int, inner: int = 1, capacity: int | None = None
+    ) -> None:
+        """inner: features between an expert's products; of rows that are only moved any will do.  capacity: slots, the
+        same on every rank; None: as many as the exchange has at first."""
         self.exchange, self.k, self.D, self.dtype = exchange, k, x.shape[1], x.dtype
         group = exchange.group
         waits = plan.waits_pay(inner, group.size, x.element_size())
         self.tuning = tuning = exchange.tuning or replace(default_tuning(x.dtype, self.D), overlap=waits)
-        self.most, self.capacity = exchange.sizes(tokens, k, tuning)
+        self.most, first, self.enough = exchange.sizes(tokens, k, tuning)
+        self.capacity = first if capacity is None else capacity
         X, W = exchange.experts, group.size
         self.space = space = workspace.of(group, "expert_exchange")
         item = x.dtype.itemsize
@@ -328,6 +304,29 @@ class Steps:
             self._blocks(), self.heap, XP=self.sized["XP"], num_warps=4,
         )  # fmt: skip
         return Call(call.tokens, call.k, call.order, call.table, words, call.keep)
+
+    def wanted(self, call: Call) -> Callable[[], int]:
+        """How many slots a call wants, the same on every rank; waits, when asked, for the counts alone.  To be taken
+        right behind them.  0 where there are enough in any case, without a look."""
+        if self.capacity >= self.enough:
+            return lambda: 0
+        found = call.table[-1:]
+        if not found.is_cuda:
+            return lambda: int(found)
+        if torch.cuda.is_current_stream_capturing():
+            raise ConfigError(
+                f"a graph of an exchange with room for {self.exchange.room} times the even rows, where the host looks "
+                "whether rows found room; leave room out, so that all find it."
+            )
+        number = torch.empty(1, dtype=torch.int32, pin_memory=True).copy_(found, non_blocking=True)
+        known = torch.cuda.Event()
+        known.record()
+
+        def look() -> int:
+            known.synchronize()
+            return int(number)
+
+        return look
 
     def _blocks(self) -> int:
         return self.capacity // self.tuning.block
@@ -473,37 +472,49 @@ class Steps:
         return out
 
 
+def _forward(
+    steps: Steps, x: Tensor, weights: Tensor, experts: Tensor, gate: Tensor, up: Tensor, down: Tensor, kept: bool
+) -> tuple[Call, Tensor, tuple[Tensor, ...], Callable[[], int]]:
+    """The call, y, what backward reads if it is kept, and slots wanted: if there are fewer, y is not a number."""
+    call = steps.route(experts)
+    wanted = steps.wanted(call)
+    gates, ups, hidden = steps.open(x, call, gate, up, kept)
+    rows = steps.keep(call) if kept else x
+    steps.leave([(hidden, down)], False, call, None)
+    y, _ = steps.sum(call, weights, shared=False)
+    return call, y, (rows, gates, ups), wanted
+
+
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, exchange: ExpertExchange, x: Tensor, weights: Tensor, experts: Tensor, gate: Tensor, up: Tensor,
         down: Tensor,
     ) -> Tensor:  # fmt: skip
-        exchange._judge(wait=False)
         kept = any(ctx.needs_input_grad)
         x, gate, up, down = (each.contiguous() for each in (x, gate, up, down))
         dtype, weights = weights.dtype, weights.float().contiguous()
-        steps = Steps(exchange, x, len(x), experts.shape[1], gate.shape[1])
-        call = steps.route(experts.contiguous())
-        gates, ups, hidden = steps.open(x, call, gate, up, kept)
-        rows = steps.keep(call) if kept else x
-        steps.leave([(hidden, down)], False, call, None)
-        y, _ = steps.sum(call, weights, shared=False)
-        exchange.note(steps, call)
+        sizes = exchange, x, len(x), experts.shape[1], gate.shape[1]
+        steps = Steps(*sizes)
+        call, y, kept_rows, wanted = _forward(steps, x, weights, experts.contiguous(), gate, up, down, kept)
+        if (slots := wanted()) > steps.capacity:
+            steps.space.heap.synchronize()  # counts that never came are no reason to take memory
+            del call, y, kept_rows
+            steps = Steps(*sizes, slots)
+            call, y, kept_rows, _ = _forward(steps, x, weights, experts.contiguous(), gate, up, down, kept)
         exchange.count(steps, call, gate.shape[1], 3, backward=False)
-        ctx.exchange, ctx.call, ctx.dtype = exchange, call, dtype
+        ctx.exchange, ctx.call, ctx.capacity, ctx.dtype = exchange, call, steps.capacity, dtype
         if kept:
-            ctx.save_for_backward(rows, gates, ups, weights, gate, up, down)
+            ctx.save_for_backward(*kept_rows, weights, gate, up, down)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         exchange: ExpertExchange = ctx.exchange
-        exchange._judge(wait=False)
         rows, gates, ups, weights, gate, up, down = ctx.saved_tensors
         dy = dy.contiguous()
-        steps = Steps(exchange, dy, ctx.call.tokens, ctx.call.k, gate.shape[1])
+        steps = Steps(exchange, dy, ctx.call.tokens, ctx.call.k, gate.shape[1], ctx.capacity)
         call = steps.again(ctx.call)
         dgates, dups, weighted, partial = steps.close(dy, weights, call, down, gates, ups)
         steps.leave([(dgates, gate), (dups, up)], True, call, partial)

@@ -25,12 +25,13 @@ from interlace.symmetric.device import my_rank, put_signal, signal, wait_until, 
 # Rows of a table, X words each; the rows from REGION on are one a rank and one more.
 START: tl.constexpr = tl.constexpr(0)  # of an expert at its owner, in slots
 BASE: tl.constexpr = tl.constexpr(1)  # of this rank's rows of it there
-KEPT: tl.constexpr = tl.constexpr(2)  # how many of these find room
+KEPT: tl.constexpr = tl.constexpr(2)  # how many these are
 ITEMS: tl.constexpr = tl.constexpr(3)  # pieces to send, summed up in the order of sending
 END: tl.constexpr = tl.constexpr(4)  # of an expert's rows at its owner
 BEGIN: tl.constexpr = tl.constexpr(5)  # of this rank's rows of it in `order`
 REGION: tl.constexpr = tl.constexpr(6)  # + s: where rank s's rows of it begin at its owner
-# Behind the rows: pieces to send, blocks to multiply, slots wanted.
+# Behind the rows: pieces to send, blocks to multiply, slots wanted on the rank that wants most.  Where that is more
+# than the capacity, no rank sends or multiplies anything: KEPT and the first two are zero.
 
 
 def table_words(experts: int, ranks: int) -> int:
@@ -163,7 +164,9 @@ def _plan(
     origin = tl.load(origins + ids, mask=here, other=0)
     start = ahead - tl.load(table + START * X + origin, mask=here, other=0)
     base = start + before
-    kept = tl.maximum(tl.minimum(capacity - base, mine), 0)
+    wanted = tl.max(tl.where(here, start + padded, 0), axis=0)
+    fits = wanted <= capacity
+    kept = tl.where(fits, mine, 0)
     pieces = tl.where(kept > 0, (base + kept - 1) // PIECE - base // PIECE + 1, 0)
     tl.store(table + ITEMS * X + ids, pieces, mask=here)
     tl.debug_barrier()
@@ -173,7 +176,7 @@ def _plan(
     tl.store(table + BASE * X + ids, base, mask=here)
     tl.store(table + KEPT * X + ids, kept, mask=here)
     tl.store(table + ITEMS * X + ids, tl.cumsum(sent, axis=0), mask=here)
-    tl.store(table + END * X + ids, tl.minimum(start + rows, capacity), mask=here)
+    tl.store(table + END * X + ids, start + rows, mask=here)
     tl.store(table + BEGIN * X + ids, tl.load(begins + ids, mask=here, other=0), mask=here)
     region = start
     for rank in range(ranks):
@@ -184,6 +187,6 @@ def _plan(
     held = tl.sum(tl.where(owner == me, padded, 0), axis=0)
     totals = table + (REGION + ranks + 1) * X
     tl.store(totals, tl.sum(pieces, axis=0))
-    tl.store(totals + 1, tl.minimum(held, capacity) // BLOCK)
-    tl.store(totals + 2, tl.max(tl.where(here, start + padded, 0), axis=0))
+    tl.store(totals + 1, tl.where(fits, held // BLOCK, 0))
+    tl.store(totals + 2, wanted)
     _owe(kept, due, owners, X, ranks, XP)

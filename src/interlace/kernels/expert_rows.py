@@ -176,7 +176,7 @@ def sum_rows(
     returned, shares, weights, experts, y, shares_out, due, back, table, tokens, k, D, X, capacity, heap,
     WEIGHTED: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens D]; not a number where an owner had no room for all rows.  Choices of no expert add nothing."""
+    """y [tokens D]; not a number where a rank has no room for all of its rows.  Choices of no expert add nothing."""
     ranks = world(heap)
     for rank in range(ranks):
         wait_until(back + rank, tl.load(due + rank), rank, heap, "expert_back")

@@ -1,11 +1,11 @@
 """Joins two results of attention over different keys, with their log-sums, in one pass over memory.
 
-`join(out, logs, other, their_logs)` equals, in place and in fp32,
+`join(out, logs, other, their_logs)` equals, in place and in fp32 (rounded once if `out` is of less),
 
     both = log(exp(logs) + exp(their_logs))
     out, logs = out * exp(logs - both) + other * exp(their_logs - both), both        0 and -inf where neither saw a key
 
-whatever the type of `other`.  The plain composition (`parallel.blocks.merge`) is a dozen launches and
+whatever the types of `out` and `other`.  The plain composition (`parallel.blocks.merge`) is a dozen launches and
 several passes.
 """
 
@@ -40,7 +40,7 @@ def _join(
     inside = kept[:, None] & (element < E)[None, :]
     at = (b * out_b + t * out_t + h * out_h)[:, None] + element[None, :]
     there = (b * other_b + t * other_t + h * other_h)[:, None] + element[None, :]
-    made = tl.load(out + at, mask=inside, other=0.0) * (own_part / one)[:, None]
+    made = tl.load(out + at, mask=inside, other=0.0).to(tl.float32) * (own_part / one)[:, None]
     made += tl.load(other + there, mask=inside, other=0.0).to(tl.float32) * (their_part / one)[:, None]
     tl.store(out + at, made, mask=inside)
     tl.store(place, tl.where(nothing, float("-inf"), most + tl.log(one)), mask=kept)
@@ -49,10 +49,10 @@ def _join(
 def join(
     out_BTHE: torch.Tensor, logs_BHT: torch.Tensor, other_BTHE: torch.Tensor, their_logs_BHT: torch.Tensor
 ) -> None:
-    """out, logs: fp32, views of any strides but that of E, changed in place.  other: any type; their_logs: fp32."""
+    """out, logs: views of any strides but that of E, changed in place.  out, other: any type; both logs: fp32."""
     B, T, H, E = out_BTHE.shape
     assert other_BTHE.shape == out_BTHE.shape and logs_BHT.shape == their_logs_BHT.shape == (B, H, T)
-    assert out_BTHE.dtype == logs_BHT.dtype == their_logs_BHT.dtype == torch.float32
+    assert logs_BHT.dtype == their_logs_BHT.dtype == torch.float32
     assert out_BTHE.stride(3) == other_BTHE.stride(3) == 1
     rows, width = B * T * H, triton.next_power_of_2(E)
     if rows:

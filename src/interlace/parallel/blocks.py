@@ -196,7 +196,7 @@ def forward(
 
 def merge(out_BTHE: Tensor, logs_BHT: Tensor, other_BTHE: Tensor, their_logs_BHT: Tensor) -> None:
     """Joins the results of other keys to `out` and `logs`, in place."""
-    if out_BTHE.is_cuda and out_BTHE.dtype == torch.float32:
+    if out_BTHE.is_cuda and logs_BHT.dtype == torch.float32:
         from interlace.kernels.join import join  # needs Triton
 
         join(out_BTHE, logs_BHT, other_BTHE, their_logs_BHT)
@@ -206,8 +206,70 @@ def merge(out_BTHE: Tensor, logs_BHT: Tensor, other_BTHE: Tensor, their_logs_BHT
     own, theirs = (
         (logs - both).exp().masked_fill(nothing, 0.0).transpose(1, 2)[..., None] for logs in (logs_BHT, their_logs_BHT)
     )
-    out_BTHE.mul_(own).add_(other_BTHE * theirs)
+    out_BTHE.copy_(out_BTHE * own + other_BTHE * theirs)
     logs_BHT.copy_(both)
+
+
+Index = tuple[slice, ...]
+
+
+class Joined:
+    """The results of tiles as they come, joined by `merge`: output [B T H E] and log-sums [B H T].
+
+    In fp32, but where the first tile has all queries and at most one more follows: then what the first one's kernel
+    made is joined in place, and rounded once as it would be at the end.  later: joins that follow the first tile.
+    """
+
+    def __init__(self, q_BTHE: Tensor, later: int) -> None:
+        self._like, self._later = q_BTHE, later
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def add(self, index: Index, out_BTHE: Tensor, logs_BHT: Tensor) -> None:
+        """index: the queries and heads, into [B T H ..]."""
+        wide = logs_BHT.dtype
+        if self._made is None and _is_all(index, self._like):
+            self._made = out_BTHE if self._later <= 1 else out_BTHE.to(wide), logs_BHT
+            return
+        out, logs = self.result(wide)
+        rows, queries, heads = index
+        merge(out[index], logs[rows, heads, queries], out_BTHE, logs_BHT)
+
+    def result(self, wide: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """As it is now; queries without a tile see nothing."""
+        if self._made is None:
+            wide = wide or torch.promote_types(self._like.dtype, torch.float32)
+            out = torch.zeros_like(self._like, dtype=wide, memory_format=torch.contiguous_format)
+            self._made = out, out.new_full((out.shape[0], out.shape[2], out.shape[1]), float("-inf"))
+        return self._made
+
+
+class Total:
+    """A sum of parts as they come, each of some of the elements.
+
+    In fp32 (`wide`), but where the first part is all and at most one more is added to any element: then that part is
+    kept as its kernel made it, and the other added in place, which rounds once, as it would at the end.
+    later: parts that any element gets after the first.
+    """
+
+    def __init__(self, like: Tensor, wide: torch.dtype, later: int) -> None:
+        self._like, self._wide, self._later = like, wide, later
+        self._sum: Tensor | None = None
+
+    def add(self, index: Index, part: Tensor) -> None:
+        if self._sum is None and _is_all(index, self._like):
+            self._sum = part if self._later <= 1 else part.to(self._wide)
+            return
+        self.result()[index] += part
+
+    def result(self) -> Tensor:
+        """As it is now."""
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._like, dtype=self._wide, memory_format=torch.contiguous_format)
+        return self._sum
+
+
+def _is_all(index: Index, x: Tensor) -> bool:
+    return all(part.indices(size) == (0, size, 1) for part, size in zip(index, x.shape, strict=False))
 
 
 def sink(out_BTHE: Tensor, logs_BHT: Tensor, sinks_H: Tensor) -> None:

@@ -9,19 +9,23 @@ behind it.  Sequences lie in the layout "T/cp~", so that causal attention is eve
     ulysses   heads are dealt out: every rank attends to the whole sequence with some of them
                                                                                    (Jacobs et al., arXiv 2309.14509)
 
-Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32, gradients of keys and
-values are fp32, travel to their owner and are added there in one order.  Blocks that the mask leaves empty are neither
-sent nor computed; every rank knows all documents, so all agree on them without a word.  Tiles side by side
+Ring and gather go block by block (`parallel.blocks`): outputs and log-sums are joined in fp32; gradients of keys and
+values travel to their owner and are added there, in fp32 and in one order.  Blocks that the mask leaves empty are not
+sent and not computed; every rank knows all documents, so all agree on them without a word.  Tiles side by side
 are one call of a kernel: of plain causal attention one for what a rank sends, and one for its own.  Keys and values are
 fetched again in backward, not kept.  Ulysses runs the model's own attention in between, whatever its mask.
+
+Two results of kernels are one join or one addition, rounded once: no buffer of zeros, none in fp32 before them
+(`blocks.Joined`, `blocks.Total`).  Gradients of plain causal attention in half precision, where one tile makes all that
+goes to an owner, travel as the tile made them (`plan.context.returned`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,29 +35,33 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from interlace import random
-from interlace.collectives import Group, Handle, all_gather, all_to_all, sum_scalars
+from interlace.collectives import Boxes, Group, Handle, Meter, all_gather, all_to_all, sum_scalars
 from interlace.parallel.blocks import (
+    Joined,
     Tile,
     Tiling,
+    Total,
     backward,
     forward,
     is_fused,
     is_one_kernel,
-    merge,
     sink,
     sink_gradient,
 )
 from interlace.plan import context as plan
 from interlace.plan.context import Stage
+from interlace.streams import On, current
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceAxis:
-    """The context axis: its ranks, the length of every sequence, and the exchange ("ring", "gather", "ulysses")."""
+    """The context axis: its ranks, the length of every sequence, the exchange ("ring", "gather", "ulysses"), and lines
+    over copy engines between every two ranks, where there are any."""
 
     group: Group
     length: int
     exchange: str
+    boxes: Boxes | None = None
 
     @property
     def places(self) -> tuple[int, int]:
@@ -74,6 +82,65 @@ class SequenceAxis:
     def counts(self) -> list[int]:
         """Positions that each rank holds."""
         return [plan.held(self.length, self.group.size, rank) for rank in range(self.group.size)]
+
+    def exchange_parts(
+        self,
+        leaving: Sequence[Sequence[Tensor]],
+        arriving: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        most: int,
+        name: str,
+    ) -> Handle[list[Tensor]]:
+        """An all-to-all: the result holds, of each rank, the elements that it sends here, 1-D.
+
+        leaving: for each rank tensors of `dtype`, one after another.  arriving: elements from each.  most: elements
+        that no message of any rank exceeds, the same on every rank.
+        """
+        group = self.group
+        flats = [[part.reshape(-1) for part in parts] for parts in leaving]
+        if self.boxes is not None:
+            return self._through_boxes(self.boxes, flats, arriving, dtype, most, name)
+        sizes = [sum(part.numel() for part in parts) for parts in flats]
+        flat = _joined_parts(flats, dtype, group.device)
+        moving = all_to_all(flat, group, send_sizes=sizes, receive_sizes=arriving, name=name)
+        return Handle(lambda: list(moving.wait().split(list(arriving))))
+
+    def _through_boxes(
+        self,
+        boxes: Boxes,
+        flats: Sequence[Sequence[Tensor]],
+        arriving: Sequence[int],
+        dtype: torch.dtype,
+        most: int,
+        name: str,
+    ) -> Handle[list[Tensor]]:
+        group, own = self.group, self.group.rank
+        boxes.require(most * dtype.itemsize)
+        others = [peer for peer in range(group.size) if peer != own]
+        sends = [
+            boxes[own, peer].send(*flats[peer], name=name, kind="all_to_all")
+            for peer in others
+            if sum(part.numel() for part in flats[peer])
+        ]
+        coming = {peer: boxes[peer, own].receive((arriving[peer],), dtype, name) for peer in others if arriving[peer]}
+
+        def wait() -> list[Tensor]:
+            found = {peer: each.wait() for peer, each in coming.items()}
+            for each in sends:  # then what left may be written again
+                each.wait()
+            found[own] = _joined_parts([flats[own]], dtype, group.device)
+            return [found.get(peer, found[own][:0]) for peer in range(group.size)]
+
+        handle = Handle(wait)
+        if group.meter.at_once:
+            handle.wait()
+        return handle
+
+
+def _joined_parts(flats: Sequence[Sequence[Tensor]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    parts = [part for flat in flats for part in flat]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
 
 def split_sequences(decoder: Any, axis: SequenceAxis) -> None:
@@ -102,6 +169,12 @@ class SplitPattern:
         self.whole = whole
         self.tiling: Tiling | None = None
 
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Of every layer without dropout."""
+        assert self.tiling is not None, "prepare() first"
+        return Blocks(self.axis, self.tiling)
+
     def prepare(self, dtype: torch.dtype, head_dim: int, sunk: bool = False) -> None:
         """Makes what the layers read, ahead of them.  sunk: their softmax has a sink."""
         if self.axis.exchange == "ulysses":
@@ -127,7 +200,7 @@ class SplitCore(nn.Module):
         if self.axis.exchange == "ulysses":
             return self._deal(q_BTHE, k_BTKE, v_BTKE, context, sinks_H)
         drops = self.training and self.inner.dropout > 0.0
-        work = Blocks(self.axis, pattern.tiling, self._keep(context) if drops else None, self.inner.dropout)
+        work = Blocks(self.axis, pattern.tiling, self._keep(context), self.inner.dropout) if drops else pattern.blocks
         attended: Tensor = _Attend.apply(q_BTHE, k_BTKE, v_BTKE, sinks_H, work)  # type: ignore[no-untyped-call]
         return attended
 
@@ -206,11 +279,50 @@ class SplitRoom(nn.Module):
 
 # --- block by block --------------------------------------------------------------------------------------------------
 
-Arrived = list[tuple[tuple[int, ...], Tensor]]  # keys and values of some pieces, one after another: [2 B n K E]
+Pair = Sequence[Tensor] | Tensor  # keys and values, each [B n K E]
+Arrived = list[tuple[tuple[int, ...], Pair]]  # of some pieces, one after another
+KV = tuple[Tensor, Tensor]
+Behind = Callable[[Callable[[], None]], None]  # runs a call now, or behind what was computed before
+Compute = Callable[[Stage | None, Arrived, Behind], None]
+
+
+class Beside:
+    """`with beside:` runs what follows on a side stream, and the compute stream waits for its end.
+
+    The side stream begins where the compute stream was at `begin`.  Tiles on it fill multiprocessors that those of the
+    compute stream leave idle at their end, and by its greater priority they are done first, so that what they make can
+    leave while others run.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._compute, self._side = meter, current(device), _side_stream(device)
+
+    def begin(self) -> None:
+        self._since = torch.cuda.Event()
+        self._since.record(self._compute)
+
+    def __enter__(self) -> None:
+        self._side.wait_event(self._since)
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._meter.beside(self._compute))
+        self._stack.enter_context(On(self._side))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._compute.wait_stream(self._side)
+
+
+def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class Blocks:
-    """One layer's attention by blocks: what travels when, and which tiles are computed."""
+    """Attention by blocks, of layers with one mask: what travels when, and which tiles are computed."""
 
     def __init__(
         self,
@@ -229,6 +341,9 @@ class Blocks:
         for place in axis.places:
             self.offsets[place] = at
             at += self.size(place)
+        self._stages: dict[int, list[Stage]] = {}
+        self._moves: dict[tuple[tuple[int, ...], bool], list[tuple[int, ...]]] = {}
+        self._tiles: dict[tuple[Stage | None, int, int, bool], list[_Piece]] = {}
 
     def size(self, piece: int) -> int:
         return self.cut[piece][1] - self.cut[piece][0]
@@ -238,16 +353,14 @@ class Blocks:
 
     def stages(self, kv_heads: int) -> list[Stage]:
         """Those in which anything travels: the same on every rank."""
-        ways = self.axis.group.size
-        return [
-            stage
-            for stage in plan.stages(self.axis.exchange, ways, kv_heads)
-            if any(self.wanted((rank + d) % ways, rank) for rank in range(ways) for d in stage.distances)
-        ]
-
-    def own(self, kv: Tensor) -> Arrived:
-        """The pieces that are held here."""
-        return [(self.axis.places, kv)]
+        if kv_heads not in self._stages:
+            ways = self.axis.group.size
+            self._stages[kv_heads] = [
+                stage
+                for stage in plan.stages(self.axis.exchange, ways, kv_heads)
+                if any(self.wanted((rank + d) % ways, rank) for rank in range(ways) for d in stage.distances)
+            ]
+        return self._stages[kv_heads]
 
     def here(self, pieces: Sequence[int]) -> slice:
         """Where pieces that are held here and lie side by side stand."""
@@ -255,95 +368,139 @@ class Blocks:
 
     def given(self, stage: Stage) -> list[tuple[int, ...]]:
         """For every rank the own pieces that it takes in this stage."""
-        group = self.axis.group
-        near = {(group.rank + distance) % group.size for distance in stage.distances}
-        return [self.wanted(peer, group.rank) if peer in near else () for peer in range(group.size)]
+        return self._moved(stage.distances, True)
 
     def taken(self, stage: Stage) -> list[tuple[int, ...]]:
         """For every rank its pieces that come here in this stage."""
-        group = self.axis.group
-        near = {(group.rank - distance) % group.size for distance in stage.distances}
-        return [self.wanted(group.rank, peer) if peer in near else () for peer in range(group.size)]
+        return self._moved(stage.distances, False)
 
-    def circulate(self, kv: Tensor, compute: Callable[[Stage | None, Arrived], None]) -> None:
+    def _moved(self, distances: tuple[int, ...], gives: bool) -> list[tuple[int, ...]]:
+        if (distances, gives) not in self._moves:
+            group, found = self.axis.group, list[tuple[int, ...]]()
+            near = {(group.rank + (distance if gives else -distance)) % group.size for distance in distances}
+            for peer in range(group.size):
+                pair = (peer, group.rank) if gives else (group.rank, peer)
+                found.append(self.wanted(*pair) if peer in near else ())
+            self._moves[distances, gives] = found
+        return self._moves[distances, gives]
+
+    @cached_property
+    def receivers(self) -> int:
+        """Ranks that take any of the own pieces."""
+        group = self.axis.group
+        return sum(bool(self.wanted(peer, group.rank)) for peer in range(group.size) if peer != group.rank)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one tile makes all gradients that go to an owner in a stage."""
+        tiling = self.tiling
+        return plan.is_plain(tiling.window, tiling.documents_BT is not None, self.keep is not None)
+
+    def beside(self, q_BTHE: Tensor, kv_heads: int) -> Beside | None:
+        """A side stream for others' pieces where all tiles are kernels and transfers may run beside them."""
+        meter, num_heads = self.axis.group.meter, q_BTHE.shape[2]
+        if meter.at_once or self.keep is not None or not (q_BTHE.is_cuda and is_fused(q_BTHE)):
+            return None
+        stages = [None, *self.stages(kv_heads)]
+        tiles = (piece.tile for stage in stages for piece in self.tiles(stage, kv_heads, num_heads, True))
+        return None if any(tile.kind == "mask" for tile in tiles) else Beside(meter, q_BTHE.device)
+
+    def circulate(self, kv: KV, compute: Compute, beside: Beside | None = None) -> None:
         """Calls `compute` for the own pieces (None), then for those of each stage, the next being under way meanwhile.
 
-        kv: [2 B T K E], this rank's.  No more than two stages' keys and values are here at once.
+        kv: keys and values, this rank's, [B T K E].  No more than two stages' are here at once.  beside: others' pieces
+        run there; what `compute` gives to its last argument runs behind all that was computed before.
         """
-        stages = self.stages(kv.shape[3])
+        stages = self.stages(kv[0].shape[2])
         moving = self._fetch(stages[0], kv) if stages else None
-        compute(None, self.own(kv))
+        if beside is not None:
+            beside.begin()
+        compute(None, [(self.axis.places, kv)], _at_once)
         for number, stage in enumerate(stages):
             assert moving is not None
-            arrived = moving.wait()
-            moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
-            compute(stage, arrived)
-            del arrived
+            behind: list[Callable[[], None]] = []
+            with beside or contextlib.nullcontext():
+                arrived = moving.wait()
+                moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
+                compute(stage, arrived, _at_once if beside is None else behind.append)
+            for call in behind:
+                call()
+            del arrived, behind
+            if beside is not None:
+                beside.begin()
 
-    def _fetch(self, stage: Stage, kv: Tensor) -> Handle[Arrived]:
-        heads = slice(*stage.heads)
-        given, taken = self.given(stage), self.taken(stage)
-        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
-        parts = [kv[:, :, self.here(pieces), heads].reshape(-1) for pieces in given if pieces]
-        flat = torch.cat(parts) if parts else kv.new_empty(0)
-        sizes, arriving = self._sizes(given, row), self._sizes(taken, row)
-        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="keys and values")
-        return Handle(lambda: self.views(moving.wait(), taken, kv.shape, stage))
+    def _fetch(self, stage: Stage, kv: KV) -> Handle[Arrived]:
+        heads, given = slice(*stage.heads), self.given(stage)
+        leaving = [[x[:, self.here(pieces), heads] for x in kv] if pieces else [] for pieces in given]
+        return self._exchange(stage, leaving, self.taken(stage), kv[0].shape, kv[0].dtype, "keys and values")
 
-    def give_back(self, stage: Stage, flat: Tensor, kv: Tensor) -> Callable[[], None]:
-        """Starts sending gradients of a stage's pieces to their owner; the result waits, and adds what came to `kv`.
+    def give_back(
+        self,
+        stage: Stage,
+        made: Sequence[Sequence[Tensor]],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        add: Callable[[Stage, Arrived], None],
+    ) -> Callable[[], None]:
+        """Starts sending gradients of a stage's pieces to their owners; the result waits, and `add`s what came here.
 
-        flat: those gradients as `views` lays them out.  kv: gradients of the own keys and values.
+        made: of each rank whose pieces are here, in order, those of keys and of values, [B n heads E] of `dtype`.
+        shape: of own keys.
         """
-        given, taken = self.given(stage), self.taken(stage)
-        row = 2 * kv.shape[1] * (stage.heads[1] - stage.heads[0]) * kv.shape[4]
-        sizes, arriving = self._sizes(taken, row), self._sizes(given, row)
-        moving = all_to_all(flat, self.axis.group, send_sizes=sizes, receive_sizes=arriving, name="their gradients")
+        each = iter(made)
+        leaving = [next(each) if pieces else [] for pieces in self.taken(stage)]
+        moving = self._exchange(stage, leaving, self.given(stage), shape, dtype, "their gradients")
+        return lambda: add(stage, moving.wait())
 
-        def add() -> None:
-            for pieces, grads in self.views(moving.wait(), given, kv.shape, stage):
-                kv[:, :, self.here(pieces), slice(*stage.heads)] += grads
+    def _exchange(
+        self,
+        stage: Stage,
+        leaving: Sequence[Sequence[Tensor]],
+        arriving: Sequence[tuple[int, ...]],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        name: str,
+    ) -> Handle[Arrived]:
+        batch, heads, head_dim = shape[0], stage.heads[1] - stage.heads[0], shape[3]
+        held, row = [sum(map(self.size, those)) for those in arriving], 2 * batch * heads * head_dim
+        most = row * max(self.axis.counts())
+        moving = self.axis.exchange_parts(leaving, [row * n for n in held], dtype, most=most, name=name)
 
-        return add
+        def views() -> Arrived:
+            found = zip(arriving, held, moving.wait(), strict=True)
+            return [(those, flat.view(2, batch, n, heads, head_dim)) for those, n, flat in found if those]
 
-    def views(self, flat: Tensor, pieces: Sequence[tuple[int, ...]], shape: torch.Size, stage: Stage) -> Arrived:
-        """What ranks send, one after another, each [2 B n heads E]."""
-        batch, heads, head_dim = shape[1], stage.heads[1] - stage.heads[0], shape[4]
-        found, at = [], 0
-        for those in filter(None, pieces):
-            made = (2, batch, sum(map(self.size, those)), heads, head_dim)
-            count = math.prod(made)
-            found.append((those, flat[at : at + count].view(made)))
-            at += count
-        return found
+        return Handle(views)
 
-    def total(self, stage: Stage, shape: torch.Size) -> int:
-        """Elements that come here in a stage."""
-        row = 2 * shape[1] * (stage.heads[1] - stage.heads[0]) * shape[4]
-        return sum(self._sizes(self.taken(stage), row))
-
-    def _sizes(self, pieces: Sequence[tuple[int, ...]], row: int) -> list[int]:
-        return [row * sum(self.size(piece) for piece in those) for those in pieces]
-
-    def tiles(self, arrived: Arrived, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
-        """Every tile between own queries and the pieces that are here, with what it reads.
+    def tiles(self, stage: Stage | None, kv_heads: int, num_heads: int, fused: bool) -> list[_Piece]:
+        """Every tile between own queries and the pieces of a stage (None: the own), with what it reads.
 
         fused: a causal tile costs half of what a full one does, so that triangles may grow.
         """
-        found: list[_Piece] = []
-        heads = stage.heads if stage is not None else (0, kv_heads)
-        shared = num_heads // kv_heads
-        own = slice(heads[0] * shared, heads[1] * shared)
-        for number, (pieces, kv) in enumerate(arrived):
+        key = stage, kv_heads, num_heads, fused
+        if key not in self._tiles:
+            arriving = [self.axis.places] if stage is None else [those for those in self.taken(stage) if those]
+            heads = stage.heads if stage is not None else (0, kv_heads)
+            shared = num_heads // kv_heads
+            found = list(self._of_pieces(arriving, slice(heads[0] * shared, heads[1] * shared)))
+            self._tiles[key] = found if self.keep is not None else _joined(found, fused)
+        return self._tiles[key]
+
+    def count(self, kv_heads: int, num_heads: int, fused: bool) -> int:
+        """Tiles of all stages."""
+        stages = [None, *self.stages(kv_heads)]
+        return sum(len(self.tiles(stage, kv_heads, num_heads, fused)) for stage in stages)
+
+    def _of_pieces(self, arriving: Sequence[tuple[int, ...]], heads: slice) -> Iterator[_Piece]:
+        for number, pieces in enumerate(arriving):
             begin = 0
             for b in pieces:
                 for a, at in self.offsets.items():
                     for tile in self.tiling.tiles(a, b):
                         queries = slice(tile.queries[0] - self.cut[a][0] + at, tile.queries[1] - self.cut[a][0] + at)
                         keys = slice(tile.keys[0] - self.cut[b][0] + begin, tile.keys[1] - self.cut[b][0] + begin)
-                        found.append(_Piece(tile, number, kv, queries, keys, own))
+                        yield _Piece(tile, number, queries, keys, heads)
                 begin += self.size(b)
-        return found if self.keep is not None else _joined(found, fused)
 
     def kept(self, piece: _Piece, num_heads: int) -> Tensor | None:
         """What dropout leaves of a tile's probabilities: 0 or 1 / (1 - p), [rows heads queries keys]."""
@@ -354,19 +511,13 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tile and where its operands lie: number and tensor of the piece of keys and values, slices, query heads."""
+    """A tile and where its operands lie: the number of what arrived, slices, query heads."""
 
     tile: Tile
     number: int
-    kv: Tensor
     queries: slice
     keys: slice
     heads: slice
-
-    def is_all(self, q_BTHE: Tensor) -> bool:
-        """Whether these are all queries."""
-        batch, length, num_heads = q_BTHE.shape[:3]
-        return self.query_index == (slice(0, batch), slice(0, length), slice(0, num_heads))
 
     @property
     def query_index(self) -> tuple[slice, slice, slice]:
@@ -442,27 +593,18 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, work: Blocks) -> Tensor:
-        num_heads, kv_heads = q.shape[2], k.shape[2]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out = logs = torch.empty(0)
+        num_heads, kv_heads, fused = q.shape[2], k.shape[2], is_fused(q)
+        joined = Joined(q, work.count(kv_heads, num_heads, fused) - (sinks is None))
 
-        def compute(stage: Stage | None, arrived: Arrived) -> None:
-            nonlocal out, logs
-            pieces = work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q))
-            alone = stage is None and len(pieces) == 1 and pieces[0].is_all(q)
-            if stage is None and not alone:
-                out = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-                logs = out.new_full((q.shape[0], num_heads, q.shape[1]), float("-inf"))
-            for piece in pieces:
-                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
+        def compute(stage: Stage | None, arrived: Arrived, behind: Behind) -> None:
+            for piece in work.tiles(stage, kv_heads, num_heads, fused):
+                keys, values = (x[piece.key_index] for x in arrived[piece.number][1])
                 keep = work.kept(piece, num_heads)
-                made, log = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
-                if alone:
-                    out, logs = made.to(wide), log
-                else:
-                    merge(out[piece.query_index], logs[piece.log_index], made, log)
+                made = forward(q[piece.query_index], keys, values, work.tiling.mask(piece.tile), keep)
+                behind(functools.partial(joined.add, piece.query_index, *made))
 
-        work.circulate(torch.stack((k, v)), compute)
+        work.circulate((k, v), compute, work.beside(q, kv_heads))
+        out, logs = joined.result()
         if sinks is not None:
             sink(out, logs, sinks)
         ctx.work = work
@@ -474,41 +616,52 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logs, sinks = ctx.saved_tensors
-        work, num_heads, kv_heads = ctx.work, q.shape[2], k.shape[2]
-        kv = torch.stack((k, v))
-        grad_q = torch.zeros_like(q, dtype=logs.dtype, memory_format=torch.contiguous_format)
-        grad_kv = torch.zeros_like(kv, dtype=logs.dtype)
+        work, num_heads, kv_heads, fused = ctx.work, q.shape[2], k.shape[2], is_fused(q)
+        wide, travelling = logs.dtype, plan.returned(q.dtype.itemsize, work.is_plain)
+        grad_q = Total(q, wide, work.count(kv_heads, num_heads, fused) - 1)
+        later = len(work.tiles(None, kv_heads, num_heads, fused)) - 1 + work.receivers
+        grad_kv = [Total(x, wide, later) for x in (k, v)]
         returning: list[Callable[[], None]] = []
 
         @functools.cache
         def delta() -> Tensor:
-            product: Tensor = grad.to(logs.dtype) * out.to(logs.dtype)
+            product: Tensor = grad.to(wide) * out.to(wide)
             return product.sum(dim=-1).transpose(1, 2)  # [B H T]
 
-        def compute(stage: Stage | None, arrived: Arrived) -> None:
-            if stage is None:
-                places = work.own(grad_kv)
-            else:
-                flat = grad_kv.new_zeros(work.total(stage, kv.shape))
-                places = work.views(flat, work.taken(stage), kv.shape, stage)
-            for piece in work.tiles(arrived, stage, kv_heads, num_heads, is_fused(q)):
-                keys, values = piece.kv[0][piece.key_index], piece.kv[1][piece.key_index]
-                index, log_index, place = piece.query_index, piece.log_index, places[piece.number][1]
+        def add(stage: Stage, arrived: Arrived) -> None:
+            for pieces, grads in arrived:
+                index = slice(None), work.here(pieces), slice(*stage.heads)
+                for total, x in zip(grad_kv, grads, strict=True):
+                    total.add(index, x)
+
+        def compute(stage: Stage | None, arrived: Arrived, behind: Behind) -> None:
+            pieces = work.tiles(stage, kv_heads, num_heads, fused)
+            leaving = [grad_kv]
+            if stage is not None:  # what several tiles make is rounded by the owner alone
+                later = 0 if len(pieces) == 1 else 2
+                leaving = [[Total(x, wide, later) for x in pair] for _, pair in arrived]
+            for piece in pieces:
+                keys, values = (x[piece.key_index] for x in arrived[piece.number][1])
+                index, log_index = piece.query_index, piece.log_index
                 mask, keep = work.tiling.mask(piece.tile), work.kept(piece, num_heads)
                 rest = None if is_one_kernel(q, mask, keep) else delta()[log_index]
                 made = backward(grad[index], q[index], keys, values, out[index], logs[log_index], rest, mask, keep)
-                grad_q[index] += made[0]
-                place[0][piece.key_index] += made[1]
-                place[1][piece.key_index] += made[2]
-            for add in returning:
-                add()
-            returning[:] = [work.give_back(stage, flat, grad_kv)] if stage is not None else []
+                behind(functools.partial(grad_q.add, index, made[0]))
+                for total, x in zip(leaving[piece.number], made[1:], strict=True):
+                    total.add(piece.key_index, x)
+            for finish in returning:
+                behind(finish)
+            returning.clear()
+            if stage is not None:
+                kind = wide if travelling > q.dtype.itemsize else q.dtype
+                made_here = [[total.result().to(kind) for total in pair] for pair in leaving]
+                returning.append(work.give_back(stage, made_here, k.shape, kind, add))
 
-        work.circulate(kv, compute)
-        for add in returning:
-            add()
+        work.circulate((k, v), compute, work.beside(q, kv_heads))
+        for finish in returning:
+            finish()
         of_sinks = None if sinks is None else sink_gradient(logs, delta(), sinks)
-        return grad_q.to(q.dtype), grad_kv[0].to(k.dtype), grad_kv[1].to(v.dtype), of_sinks, None
+        return grad_q.result().to(q.dtype), *(x.result().to(k.dtype) for x in grad_kv), of_sinks, None
 
 
 # --- heads dealt out -------------------------------------------------------------------------------------------------
@@ -519,12 +672,13 @@ def deal(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range]) -> Te
     group, counts = axis.group, axis.counts()
     own = slice(*ranges[group.rank])
     batch, head_dim = x_BTHE.shape[0], x_BTHE.shape[3]
-    parts = [x_BTHE[:, :, slice(*there)].reshape(-1) for there in ranges]
-    sizes, width = [part.numel() for part in parts], batch * (own.stop - own.start) * head_dim
+    leaving = [[x_BTHE[:, :, slice(*there)]] for there in ranges]
+    width = batch * (own.stop - own.start) * head_dim
+    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim
     arriving = [count * width for count in counts]
-    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="deal heads").wait()
+    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="deal heads").wait()
     made = x_BTHE.new_empty(batch, axis.length, own.stop - own.start, head_dim)
-    for rank, part in enumerate(flat.split(arriving)):
+    for rank, part in enumerate(parts):
         made[:, axis.all_columns[rank]] = part.view(batch, counts[rank], -1, head_dim)
     return made
 
@@ -533,13 +687,13 @@ def collect(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range], nu
     """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks."""
     group, counts = axis.group, axis.counts()
     batch, head_dim, here = x_BTHE.shape[0], x_BTHE.shape[3], counts[group.rank]
-    parts = [x_BTHE[:, columns_T].reshape(-1) for columns_T in axis.all_columns]
-    sizes = [part.numel() for part in parts]
+    leaving = [[x_BTHE[:, columns_T]] for columns_T in axis.all_columns]
     arriving = [batch * here * (high - low) * head_dim for low, high in ranges]
-    flat = all_to_all(torch.cat(parts), group, send_sizes=sizes, receive_sizes=arriving, name="collect heads").wait()
+    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim
+    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="collect heads").wait()
     wide = torch.promote_types(x_BTHE.dtype, torch.float32)
     made = x_BTHE.new_zeros(batch, here, num_heads, head_dim, dtype=wide)
-    for heads, part in zip(ranges, flat.split(arriving), strict=True):
+    for heads, part in zip(ranges, parts, strict=True):
         made[:, :, slice(*heads)] += part.view(batch, here, -1, head_dim)
     return made.to(x_BTHE.dtype)
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
+from interlace.collectives import Boxes, Group, Handle, Window, broadcast, make_windows, memory_of, reach, sum_scalars
 from interlace.errors import ConfigError, ResourceError
 from interlace.parallel import frozen, owed
 from interlace.parallel import norm as norms
@@ -149,6 +149,7 @@ class DataParallel(nn.Module):
         if materialise is not None:
             leave_meta(module, self.flats, group.device)
         self.slots = self._make_slots(distance=ahead + 1)
+        self.boxes: list[Boxes] = []  # of lines over copy engines, whose slots peers write to
         self._make_windows(transport)
         regather = [zero == 3 and unit.regather for unit in self.units]
         everyone = [*self.units, self.root]
@@ -452,16 +453,19 @@ class DataParallel(nn.Module):
     @property
     def window_bytes(self) -> int:
         """Bytes of the memory that peers read, which torch's own allocator does not count."""
-        return sum(window.own.numel() for window in self._windows)
+        return sum(window.own.numel() for window in self._windows) + sum(boxes.own_bytes for boxes in self.boxes)
 
     def peer_tensors(self) -> list[torch.Tensor]:
         """What this rank sees of its peers' memory."""
-        return [
+        found = [
             peer for window in self._windows for peer in window.peers if peer is not window.peers[window.group.rank]
         ]
+        return found + [tensor for boxes in self.boxes for tensor in boxes.tensors()]
 
     def check_transfers(self) -> None:
         """Raises Hang if a stream waited for a peer longer than it may: what was computed since means nothing."""
+        for boxes in self.boxes:
+            boxes.check()
 
     def spare_memory(self) -> torch.Tensor | None:
         """Memory that holds nothing until the next backward pass begins, where gradients will leave from: uint8, 1-D.

@@ -16,11 +16,12 @@ cross tp times that way, but each group of ep is by itself and no count has to a
 
 Quicker because a shared expert, where the model has one, runs while rows are on their way, and because the bytes of one
 half may travel while the other half is multiplied (`halves`), in backward too: an `Exchange` is started and waited for
-at different places.  `kernels.expert_exchange` needs no host in between where it runs, and is taken if asked for
-(`overlap="fused"`): peers write rows into each other's memory, and products start as their rows come.
+at different places.  `kernels.expert_exchange` is taken if asked for (`overlap="fused"`), and on GPUs of one host where
+it pays (`plan.exchange`): peers write rows into each other's memory, and products start as their rows come.
 
 On CUDA the library's all-to-all takes its sizes from the host, so `exchange` waits there for the numbers of rows, once
-for each layer and pass: the one place where the host has to know them.  The fused exchange never asks it.
+for each layer and pass, and the device with it.  The fused exchange asks the host in forward alone, behind the layer's
+launches, whether rows have found room.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +51,17 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 class ExpertAxis:
     """The expert axis: the ranks that hold all experts between them, and the model's product of rows with experts.
 
-    halves: the rows of a layer go in two halves, one on its way while the other is multiplied.  overlap: "fused" takes
-    the fused exchange, which has no halves, where it runs; any other is all-to-all ("auto" until a table of
-    measurements says otherwise).  most_tokens: the most that any rank brings at once, the same number on every rank.
+    halves: the rows of a layer go in two halves, one on its way while the other is multiplied.  fuse: the fused
+    exchange, which has no halves, is taken where it runs; "asked": and it is said where it does not.  room: of its
+    slots at first (`ExpertExchange`).  most_tokens: the most that any rank brings at once, the same number on every
+    rank.
     """
 
     group: Group
     experts: Experts
     halves: bool = False
-    overlap: str = "auto"
+    fuse: Literal["no", "yes", "asked"] = "no"
+    room: float | None = None
     most_tokens: int | None = None
 
     def bounds(self, num_experts: int) -> list[tuple[int, int]]:
@@ -66,17 +69,18 @@ class ExpertAxis:
         return [plan.held(num_experts, self.group.size, rank) for rank in range(self.group.size)]
 
     def fused(self, num_experts: int) -> Fused | None:
-        """The fused exchange; None where it was not asked for, and, said once, where it does not run.  Collective."""
-        if self.overlap != "fused" or self.group.size == 1:
+        """The fused exchange; None where it is not to be taken, or does not run.  Collective."""
+        if self.fuse == "no" or self.group.size == 1:
             return None
         from interlace.kernels.expert_exchange import ExpertExchange  # needs Triton
 
         owners = [stop - start for start, stop in self.bounds(num_experts)]
-        made = ExpertExchange(self.group, owners, most_tokens=self.most_tokens)
-        if (reason := made.refuses()) is not None:
+        made = ExpertExchange(self.group, owners, most_tokens=self.most_tokens, room=self.room)
+        if (reason := made.refuses()) is None:
+            return made
+        if self.fuse == "asked":
             warnings.warn(f"rows to experts along {self.group.axis}: plain all-to-all, since {reason}", stacklevel=3)
-            return None
-        return made
+        return None
 
 
 def split_experts(
@@ -94,6 +98,11 @@ def split_experts(
         moe: Any = decoder.get_submodule(parameter.name.removesuffix(".weight").rpartition(".")[0])
         moe.dispatch = SplitDispatch(axis, parameter.shape[0], fused)
     return {**parts, **made}
+
+
+def is_fused(decoder: nn.Module) -> bool:
+    """Whether rows go by the fused exchange; of a decoder without layers of experts they do not."""
+    return any(isinstance(module, SplitDispatch) and module.fused is not None for module in decoder.modules())
 
 
 class SplitDispatch(nn.Module):

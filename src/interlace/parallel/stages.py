@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from interlace.collectives import (
-    Boxes,
     Group,
     Handle,
     Sending,
@@ -79,7 +78,6 @@ class StagedParallel(DataParallel):
         self._last_uses: dict[int, torch.Tensor] = {}
         self._sendings: list[Sending] = []
         self.leaves_in_step = 0
-        self.boxes: Boxes | None = None  # of the pipeline's lines, where its ranks address each other's memory
         self._travelling: dict[Flat, tuple[Handle[torch.Tensor], bool]] = {}  # in order of their start
 
     @property
@@ -98,17 +96,6 @@ class StagedParallel(DataParallel):
     def computing_dtype(self) -> torch.dtype:
         """Of what passes between stages."""
         return next(flat.compute_dtype for flat in self.flats if flat.compute_dtype.is_floating_point)
-
-    @property
-    def window_bytes(self) -> int:
-        return super().window_bytes + (0 if self.boxes is None else self.boxes.own_bytes)
-
-    def peer_tensors(self) -> list[torch.Tensor]:
-        return [*super().peer_tensors(), *([] if self.boxes is None else self.boxes.tensors())]
-
-    def check_transfers(self) -> None:
-        if self.boxes is not None:
-            self.boxes.check()
 
     @property
     def counted(self) -> list[Flat]:

@@ -27,7 +27,7 @@ from typing import Any
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.events import Event
 from interlace.mesh import Mesh
-from interlace.plan import context, fused, memory, overlap
+from interlace.plan import context, exchange, fused, memory, overlap
 from interlace.plan.expert import held as held_experts
 from interlace.plan.memory import micro_batching
 from interlace.plan.planned import planned, with_transfers
@@ -397,7 +397,9 @@ def _exposed(
     if plan.ep > 1:
         link = topology.link(mesh.peers(first, "ep"))
         whole = sum(mine.along["ep"].values()) / link.bandwidth + count * layers * 4 * link.latency
-        found["ep"] = whole * (1 - HIDDEN_ROWS if plan.overlap == "fused" else 1.0)
+        near = link == topology.links[0]  # whose ranks reach each other's memory
+        is_fused = near and exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, "cuda")
+        found["ep"] = whole * (1 - HIDDEN_ROWS if is_fused else 1.0)
     return found
 
 

@@ -37,7 +37,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
 from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
-from interlace.plan.context import as_data, choose
+from interlace.plan.context import as_data, choose, is_plain, largest, returned
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
 from interlace.plan.share import overlapped
@@ -178,12 +178,18 @@ def _symmetric(
 
 
 def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
-    """What a pipeline's lines over copy engines hold on every rank, on GPUs that reach each other."""
-    if plan.pp == 1 or device != "cuda" or plan.transport == "library":
+    """What lines over copy engines hold on every rank, between stages and along cp, on GPUs that reach each other."""
+    if device != "cuda" or plan.transport == "library":
         return 0
-    itemsize = 2 if config.train.precision == "bf16" else 4
-    message = boxes.slot(_rows(tokens, plan) * config.model_config().hidden_size * itemsize)
-    return boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
+    cfg, itemsize = config.model_config(), 2 if config.train.precision == "bf16" else 4
+    total = 0
+    if plan.pp > 1:
+        message = boxes.slot(_rows(tokens, plan) * cfg.hidden_size * itemsize)
+        total += boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
+    if plan.cp > 1:
+        message = boxes.slot(largest(config, plan, tokens, itemsize))
+        total += boxes.arena(plan.cp - 1, message, plan.cp, slots=1)
+    return total
 
 
 def _own_stages(
@@ -348,19 +354,33 @@ def _activations(
     own: Sequence[tuple[int, tuple[str, ...]]],
     sequences: int,
 ) -> int:
+    """With overlap=auto of the way of experts that needs more: whether ranks reach each other is seen when they run."""
+    fused = fused_exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, device)
+    ways = (False, True) if fused and plan.overlap == "auto" else (fused,)
+    return max(_activations_of(config, cfg, plan, device, own, sequences, way) for way in ways)
+
+
+def _activations_of(
+    config: Config,
+    cfg: ModelConfig,
+    plan: ParallelPlan,
+    device: str,
+    own: Sequence[tuple[int, tuple[str, ...]]],
+    sequences: int,
+    fused: bool,
+) -> int:
     compute = 2 if config.train.precision == "bf16" else 4
     length = math.ceil(config.data.sequence_length / plan.cp)
     documents = config.data.documents == "separate"
     exchange = choose(config, plan) if plan.cp > 1 else ""
     routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
-    fused = plan.overlap == "fused" and plan.ep > 1
 
     @functools.cache
     def saved(has_experts: bool, recompute: str) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
             cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
-            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, fused,
+            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, plan.expert_room if fused else None,
         )  # fmt: skip
 
     blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
@@ -368,7 +388,7 @@ def _activations(
     if plan.recompute != "none":  # the block that backward has run again
         total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
     if exchange in ("ring", "gather"):
-        total += _exchanged(cfg, plan, exchange, sequences * length, compute)
+        total += _exchanged(cfg, plan, exchange, sequences * length, compute, documents)
     tokens = sequences * length
     if plan.ep > 1 and any(
         has_experts for _, has_experts in blocks
@@ -388,24 +408,31 @@ def _moving(cfg: ModelConfig, plan: ParallelPlan, tokens: int, compute: int, fus
     k, D = cfg.experts_per_token, cfg.hidden_size
     if not fused:
         return 2 * tokens * k * D * compute
-    room = _slots(cfg, plan.ep, tokens, compute)
+    room = _slots(cfg, plan.ep, tokens, compute, plan.expert_room)
     memory = fused_exchange.buffers(room, tokens * k, D, compute, cfg.num_experts, plan.ep)
     return sum(memory.values()) + room * (D + 3 * math.ceil(cfg.expert_ffn_size / plan.tp)) * compute
 
 
-def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int) -> int:
+def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int, room: float) -> int:
     """Of the fused exchange, for so many tokens a rank."""
-    most = held_experts(cfg.num_experts, ep, 0)[1]
-    return fused_exchange.slots(tokens * cfg.experts_per_token, ep, most, fused_exchange.BLOCKS[compute])
+    X, choices = cfg.num_experts, tokens * cfg.experts_per_token
+    return fused_exchange.slots(choices, ep, held_experts(X, ep, 0)[1], X, fused_exchange.BLOCKS[compute], room)
 
 
-def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int) -> int:
-    """What one layer's backward holds while it runs block by block: own keys and values together, those of two stages
-    and what leaves, the fp32 gradients of q and of own, of one stage's leaving and arriving keys and values."""
+def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, documents: bool) -> int:
+    """What one layer's backward holds while it runs block by block: keys and values of two stages and what leaves, the
+    gradient of q and a tile's part of it, those of own keys and values, and of one stage's three times: as a tile made
+    them, leaving, and arriving."""
     heads, kv_heads = local_heads(cfg, plan.tp)
     own = 2 * tokens * kv_heads * cfg.head_dim
     stage = own if exchange == "ring" else own // kv_heads * (plan.cp - 1)
-    return compute * (own + 3 * stage) + 4 * (own + 2 * stage + tokens * heads * cfg.head_dim)
+    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
+    plain = all(is_plain(window, documents, cfg.attention_dropout > 0.0) for window in windows)
+    once = plain and plan.cp == 2  # one addition to what a kernel made
+    of_q = compute if once and exchange == "ring" else max(compute, 4)
+    of_own = compute if once else max(compute, 4)
+    returned_stage = 3 * returned(compute, plain) * stage
+    return 3 * compute * stage + (compute + of_q) * tokens * heads * cfg.head_dim + of_own * own + returned_stage
 
 
 def _rows(tokens: int, plan: ParallelPlan) -> int:
@@ -428,12 +455,13 @@ def block_activations(
     cp: int = 1,
     exchange: str = "",
     ep: int = 1,
-    fused: bool = False,
+    room: float | None = None,
 ) -> int:
     """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
 
     length: that of one rank of cp.  exchange: that of attention, where cp > 1.  Over ep all experts are taken to be
-    chosen alike: a rank whose experts are chosen more often keeps more; fused: but as many slots as rows can come.
+    chosen alike: a rank whose experts are chosen more often keeps more.  room: of the fused exchange, whose slots hold
+    so many times these rows, and more only if more come; None: rows go by all-to-all.
 
     full        the block's input
     none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
@@ -460,11 +488,11 @@ def block_activations(
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
     per_token += (
-        _experts_bytes(cfg, c, tp, fused)
+        _experts_bytes(cfg, c, tp, room is not None)
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
-    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and not fused else 0
+    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and room is None else 0
     if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
         core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
         core += 0 if recompute == "selective" else 4 * N * cfg.num_heads
@@ -474,8 +502,8 @@ def block_activations(
         core += N * cfg.num_heads * E * c  # the output, back at its positions
     else:
         core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
-    if cfg.num_experts and fused:
-        core += fused_exchange.kept(_slots(cfg, ep, N, c), D, cfg.expert_ffn_size, c)
+    if cfg.num_experts and room is not None:
+        core += fused_exchange.kept(_slots(cfg, ep, N, c, room), D, cfg.expert_ffn_size, c)
     return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
 
 

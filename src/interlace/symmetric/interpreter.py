@@ -10,6 +10,7 @@ atomics are sequential), the timer is the host's, and sleeping sleeps.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
@@ -123,9 +124,33 @@ def install() -> None:
         interpreter._patch_lang = lambda function: patch(everywhere)
         JITFunction.__call__ = call
         interpreter.InterpretedFunction.__call__ = call_inside
-        shortcuts.take()  # and never given back
+        interpreter.InterpretedFunction.rewrite = lambda self: _rewritten(self.fn)
+        scope = shortcuts.take()  # and never given back
+        _bind_methods(scope)
+        scope.set_attr(interpreter.InterpreterBuilder, "__getattr__", _missing)
         builder = interpreter.interpreter_builder
         vars(builder).update(shortcuts.operations(), options=replace(builder.options, sanitize_overflow=False))
+
+
+def _missing(self: Any, name: str) -> Any:
+    """What Triton's interpreter cannot do."""
+    if not name.startswith(("create_", "new_")):
+        raise AttributeError(name)
+    raise ConfigError(
+        f"Triton's interpreter has no {name.partition('_')[2].replace('_', ' ')}; keep it out of kernels that run on "
+        "the host, or write it by other operations."
+    )
+
+
+def _bind_methods(scope: Any) -> None:
+    """`x.sum(0)` is `tl.sum(x, 0)`: of a compiled language these members of a tensor are no methods."""
+
+    def bound(function: Any) -> Callable[..., Any]:
+        return lambda self, *args, **options: function(self, *args, **options)
+
+    for name, member in list(vars(tl.tensor).items()):
+        if isinstance(member, JITFunction):
+            scope.set_attr(tl.tensor, name, bound(member))
 
 
 def _everywhere() -> Any:
@@ -166,7 +191,7 @@ class Access:
 
 @dataclass(eq=False, slots=True)
 class Atomic:
-    """An atomic on one or several words.  `changes` is False where it cannot change any, as an addition of 0."""
+    """An atomic on one or several words.  `changes` is False where it may be a mere look, as an addition of 0."""
 
     addresses: Any
     size: int
@@ -174,7 +199,7 @@ class Atomic:
     scope: str  # cta, gpu, sys
     changes: bool
     operation: str
-    wanted: Any = None  # what a compare-and-swap compares with
+    wanted: Any = None  # what a compare-and-swap compares with: bits, as signed integers, a lane each
 
     @property
     def reads(self) -> bool:
@@ -208,7 +233,7 @@ class Launch:
     name: str
     body: Callable[..., None]
     arguments: dict[str, Any]
-    tensors: dict[str, Any]  # by parameter, the tensors among them
+    tensors: dict[str, Any]  # by parameter, the tensors among them and in their tuples
     grid: tuple[int, int, int]
 
     def place(self, index: tuple[int, int, int]) -> None:
@@ -217,16 +242,27 @@ class Launch:
         interpreter.interpreter_builder.grid_idx = index
 
 
-def _interpreted(function: Any, cache: dict[Any, Any]) -> Any:
-    """The rewritten Python function of a kernel or device function, compiled or interpreted."""
-    found = cache.get(function.fn)
-    if found is None:
-        if isinstance(function, JITFunction):
-            found = interpreter.InterpretedFunction(function.fn).rewrite()
-        else:
-            found = function.rewrite()
-        cache[function.fn] = found
-    return found
+class _Rewriter(interpreter.FunctionRewriter):  # type: ignore[misc]
+    """Also of functions that use names of the function they were defined in, as compiled ones may."""
+
+    def _transform_ast(self, src: str) -> Any:
+        tree, name, free = super()._transform_ast(src), self.fn.__name__, self.fn.__code__.co_freevars
+        if not free:
+            return tree
+        around = ast.parse(f"def {name}({', '.join(free)}):\n    return {name}")
+        around.body[0].body.insert(0, tree.body[0])  # type: ignore[attr-defined]
+        return around
+
+    def _compile_and_exec(self, transformed_ast: Any) -> Any:
+        made = super()._compile_and_exec(transformed_ast)
+        cells = self.fn.__closure__
+        return made(*[cell.cell_contents for cell in cells]) if cells else made
+
+
+@functools.cache
+def _rewritten(function: Any) -> Any:
+    """The Python function that is interpreted for a kernel or device function."""
+    return _Rewriter(function).rewrite_ast()
 
 
 @functools.cache
@@ -266,17 +302,26 @@ def _programs(called: str, grid: Any, bound: dict[str, Any]) -> tuple[int, int, 
     return width, height, depth
 
 
-def _launch(function: Any, cache: dict[Any, Any], grid: Any, args: Any, options: dict[str, Any]) -> Launch:
-    body, called = _interpreted(function, cache), function.fn.__name__
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of an argument, also those inside of tuples and descriptors, with names."""
+    if isinstance(value, tuple):
+        for at, each in enumerate(value):
+            yield from _tensors(f"{name}[{at}]", each)
+        return
+    base = getattr(value, "base", value)  # of a tensor descriptor
+    if hasattr(base, "data_ptr"):
+        base.data_ptr()  # of what has none, says so
+        if isinstance(base, torch.Tensor) and base.device.type != "cpu":
+            raise ConfigError(f"{name} lies on {base.device}, which cannot be interpreted; make it on heap.device.")
+        yield name, base
+
+
+def _launch(function: Any, grid: Any, args: Any, options: dict[str, Any]) -> Launch:
+    body, called = _rewritten(function.fn), function.fn.__name__
     bound = _bound(called, body, args, options)
     _, constants = _parameters(body)
-    tensors = {}
     with torch._C.DisableTorchFunction():
-        for name, value in bound.items():
-            base = getattr(value, "base", value)  # of a tensor descriptor
-            if hasattr(base, "data_ptr"):
-                base.data_ptr()  # of what has none, says so
-                tensors[name] = base
+        tensors = {label: tensor for name, value in bound.items() for label, tensor in _tensors(name, value)}
         arguments = {
             name: value if name in constants else interpreter._implicit_cvt(value) for name, value in bound.items()
         }
@@ -338,15 +383,16 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
         return kind.create_descriptor_store(builder, *args)
 
     def rmw(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        word = _word(operation)
-        changes = word == "xchg" or word == "and" or bool(value.data if value.data.size == 1 else value.data.any())
+        word, data = _word(operation), value.data
+        changes = word == "xchg" or word == "and" or bool(data if data.size == 1 else data[mask.data].any())
         what = Atomic(_flat(pointers, mask), size_of(pointers.dtype), _word(sem), _word(scope), changes, word)
         return watcher.atomic(what, lambda: shortcuts.atomic(operation, pointers, value, mask, sem))
 
     def cas(pointers: Any, old: Any, new: Any, sem: Any, scope: Any) -> Any:
-        changes = bool(np.any(old.data != new.data))
-        addresses = pointers.data.ravel()
-        what = Atomic(addresses, size_of(pointers.dtype), _word(sem), _word(scope), changes, "cas", old.data)
+        addresses, size = pointers.data.ravel(), size_of(pointers.dtype)
+        wanted, instead = (each.data.view(f"i{size}").ravel() for each in (old, new))
+        changes = bool(np.any(wanted != instead))
+        what = Atomic(addresses, size, _word(sem), _word(scope), changes, "cas", wanted)
         return watcher.atomic(what, lambda: kind.create_atomic_cas(builder, pointers, old, new, sem, scope))
 
     def compare(name: str, how: str) -> Callable[..., Any]:
@@ -388,8 +434,8 @@ def _watching(watcher: Watcher) -> dict[str, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
-    """Inside the block every kernel is interpreted under a watcher; `cache` keeps rewritten functions."""
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Inside the block every kernel is interpreted under a watcher."""
     builder = interpreter.interpreter_builder
     before = dict(vars(builder))
     classes = (interpreter.InterpretedFunction, JITFunction)
@@ -398,19 +444,32 @@ def watched(watcher: Watcher, cache: dict[Any, Any]) -> Iterator[None]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **options: Any) -> None:
         if not warmup:
-            watcher.launch(_launch(self, cache, grid, args, options))
+            watcher.launch(_launch(self, grid, args, options))
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         watcher.called(self.fn.__name__)
         options.pop("_semantic", None)
-        return _interpreted(self, cache)(*args, **options)
+        body = _rewritten(self.fn)
+        try:
+            return body(*args, **options)
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # not of its lines
+                raise ConfigError(f"{error}; its parameters are {', '.join(_parameters(body)[0])}.") from None
+            raise
 
     def first(self: Any, *args: Any, **options: Any) -> None:
-        """Of candidates the first: there is nothing to time here."""
-        self.fn.run(*args, **{**self.configs[0].all_kwargs(), **options})
+        """Of the candidates that fit the first: there is nothing to time here."""
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        config = next(iter(self.prune_configs(options)))
+        given = {**config.all_kwargs(), **options}
+        if config.pre_hook is not None:
+            config.pre_hook({**self.nargs, **given})
+        self.fn.run(*args, **given)
 
     quicker, options = shortcuts.take(), builder.options
     scope = interpreter._patch_lang(_everywhere())
+    _bind_methods(scope)
+    scope.set_attr(interpreter.InterpreterBuilder, "__getattr__", _missing)
     try:
         vars(builder).update(
             {**shortcuts.operations(), **_watching(watcher)}, options=replace(options, sanitize_overflow=False)

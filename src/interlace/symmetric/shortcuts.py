@@ -16,6 +16,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from interlace.errors import ConfigError
 from interlace.symmetric.recorded import Recorded
 
 Patches = list[tuple[Any, str, Any]]  # owner, name, what takes its place
@@ -81,11 +82,31 @@ def operations() -> dict[str, Callable[..., Any]]:
         shape.insert(axis if axis >= 0 else len(shape) + 1 + axis, 1)
         return handle(value.data.reshape(shape), value.dtype.scalar)
 
+    def of_one_kind(name: str) -> Callable[..., Any]:
+        original = getattr(interpreter.InterpreterBuilder, f"create_{name}")
+
+        def create(left: Any, right: Any) -> Any:
+            kinds = left.dtype.scalar, right.dtype.scalar
+            if kinds[0] != kinds[1]:
+                raise ConfigError(f"tl.{name} was given {kinds[0]} and {kinds[1]}; cast one to the other's type.")
+            return original(interpreter.interpreter_builder, left, right)
+
+        return create
+
+    def create_histogram(data: Any, bins: int, mask: Any) -> Any:
+        made = interpreter.InterpreterBuilder.create_histogram(interpreter.interpreter_builder, data, bins, mask)
+        return handle(made.data.astype(np.int32), tl.int32)
+
+    def get_all_ones_value(kind: Any) -> Any:
+        return handle(np.full(1, -1).astype(interpreter._get_np_dtype(kind)), kind.scalar)
+
     def binary(operation: Any) -> Callable[..., Any]:
         return lambda left, right: binary_op(left, right, operation)
 
     made = {f"create_{name}": binary(operation) for name, operation in BINARY.items()}
     made |= {"create_addptr": create_addptr, "create_splat": create_splat, "create_expand_dims": create_expand_dims}
+    made |= {"create_cat": of_one_kind("cat"), "create_join": of_one_kind("join")}
+    made |= {"create_histogram": create_histogram, "get_all_ones_value": get_all_ones_value}
     made["create_atomic_rmw"] = lambda operation, pointers, value, mask, sem, scope: atomic(
         operation, pointers, value, mask, sem
     )
@@ -134,7 +155,12 @@ def atomic(operation: Any, pointers: Any, value: Any, mask: Any, sem: Any) -> An
     kind, data = interpreter.InterpreterBuilder, pointers.data
     chosen = _blank(data.shape, bool, 1) if mask is None else mask.data
     word, order = kind.ir_rmw_op_to_interpreter_rmw_op[operation], kind.ir_sem_to_interpreter_sem[sem]
-    made = interpreter._interpreter.atomic_rmw(word, data, value.data, chosen, order)
+    given = value.data
+    if given.dtype.kind == "f" and operation == interpreter._ir.ATOMIC_OP.XCHG:  # of bits, whatever they stand for
+        given = given.view(f"i{given.itemsize}")
+    made = interpreter._interpreter.atomic_rmw(word, data, given, chosen, order)
+    if given is not value.data:
+        made = made.view(value.data.dtype)
     if b"\0" in chosen.tobytes():
         made = np.where(chosen, made, made.dtype.type(0))
     return interpreter.TensorHandle(made, value.dtype.scalar)
@@ -314,6 +340,15 @@ def _wide(apply: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
+def _wrapping(to_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """What a reduction gives, of integers less what goes beyond their bits."""
+
+    def wrapped(self: Any, ret: Any, dtype: Any) -> Any:
+        return to_tensor(self, np.asarray(ret).astype(interpreter._get_np_dtype(dtype))[()], dtype)
+
+    return wrapped
+
+
 def _calls(builtins: Recorded) -> Patches:
     """How a builtin is called; Python's whole numbers as values, made once for each."""
     unwrap, nested = tl.core._unwrap_if_constexpr, (list, tuple, tl.core.tuple)
@@ -340,6 +375,7 @@ def _calls(builtins: Recorded) -> Patches:
 
     return [
         (interpreter.ReduceScanOpInterface, "apply", _wide(interpreter.ReduceScanOpInterface.apply)),
+        (interpreter.ReduceScanOpInterface, "to_tensor", _wrapping(interpreter.ReduceScanOpInterface.to_tensor)),
         (interpreter, "_patch_attr", patch),
         (interpreter, "_patch_lang_tensor", _looks(interpreter._patch_lang_tensor, builtins)),
         (semantic, "to_tensor", to_tensor),

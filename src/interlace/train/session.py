@@ -7,11 +7,23 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from interlace import hf_config, random, spec
-from interlace.collectives import Group, Groups, Meter, all_gather, make_groups, neighbours, strided
+from interlace.collectives import (
+    Boxes,
+    Group,
+    Groups,
+    Meter,
+    all_gather,
+    between_all,
+    make_groups,
+    neighbours,
+    reach,
+    strided,
+)
 from interlace.config import Config, ModelConfig
 from interlace.errors import ConfigError, DataError
 from interlace.kernels import tune
@@ -21,11 +33,11 @@ from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.models.moe import experts
 from interlace.parallel.context import SequenceAxis, split_sequences
 from interlace.parallel.data import DataParallel
-from interlace.parallel.expert import ExpertAxis, split_experts
+from interlace.parallel.expert import ExpertAxis, is_fused, split_experts
 from interlace.parallel.part import Part, holding
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
-from interlace.plan import context, expert
+from interlace.plan import context, exchange, expert
 from interlace.plan.memory import micro_batching
 from interlace.plan.share import computed_sequences, micro_batch_count
 from interlace.plan.share import leaves as fixed_leaves
@@ -123,7 +135,8 @@ def build(world: World, cfg: Config) -> Session:
     axis_of_cp = None
     if cfg.plan.cp > 1:
         ranks = neighbours(groups, "dp", cfg.plan.cp, cfg.run.timeout, name="cp")
-        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, context.choose(cfg, cfg.plan))
+        exchange = context.choose(cfg, cfg.plan)
+        axis_of_cp = SequenceAxis(ranks, cfg.data.sequence_length, exchange, _lines(cfg, ranks))
         split_sequences(decoder, axis_of_cp)
     no_graphs = _no_graphs(cfg, world.device)
     recompute.apply(decoder, cfg.plan.recompute, cfg.train.compile, cfg.train.graphs and not no_graphs)
@@ -136,7 +149,7 @@ def build(world: World, cfg: Config) -> Session:
         axis = Axis(groups["tp"], plan.sequence == "on", plan.overlap, reruns=plan.recompute == "full")
         parts = split_decoder(decoder, parameters, axis, holding(groups, "tp", cfg.run.timeout), others)
     if others is not None:
-        axis_of_ep = ExpertAxis(others, experts, cfg.plan.expert_halves == "on", cfg.plan.overlap, most_tokens(cfg))
+        axis_of_ep = _expert_axis(cfg, others)
         parts = split_experts(decoder, parameters, axis_of_ep, groups["tp"], parts)
     model = wrap(
         decoder,
@@ -168,6 +181,7 @@ def build(world: World, cfg: Config) -> Session:
     made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
     if axis_of_cp is not None:
         made.columns_T = axis_of_cp.columns()
+        model.boxes += [] if axis_of_cp.boxes is None else [axis_of_cp.boxes]
     if mesh.size("tp") > 1 and cfg.plan.overlap in ("auto", "fused"):
         made.table = _one_table(groups)
     if decoder.replays and groups["tp"].size > 1:
@@ -178,6 +192,10 @@ def build(world: World, cfg: Config) -> Session:
         made.notes.append(f"train.graphs is left out, since {no_graphs}")
     if mesh.size("tp") > 1 and (line := _across_hosts(made)):
         made.notes.append(line)
+    if is_fused(decoder):
+        made.notes.append(
+            f"rows to experts: fused exchange, room for {cfg.plan.expert_room:g} times the even rows at first"
+        )
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
     return made
@@ -205,6 +223,20 @@ def most_tokens(cfg: Config) -> int:
     _, sequences = micro_batching(cfg, cfg.plan)
     length, ways = cfg.data.sequence_length, cfg.plan.cp
     return sequences * max(context.held(length, ways, rank) for rank in range(ways))
+
+
+def _expert_axis(cfg: Config, group: Group) -> ExpertAxis:
+    plan, itemsize = cfg.plan, DTYPES[cfg.train.precision].itemsize
+    taken = exchange.taken(cfg.model_config(), plan, itemsize, group.device.type)
+    fuse: Literal["no", "yes", "asked"] = "no" if not taken else "asked" if plan.overlap == "fused" else "yes"
+    return ExpertAxis(group, experts, plan.expert_halves == "on", fuse, plan.expert_room, most_tokens(cfg))
+
+
+def _lines(cfg: Config, ranks: Group) -> Boxes | None:
+    """Over copy engines between every two ranks of cp, on GPUs that address each other's memory.  Collective."""
+    if cfg.plan.transport == "library" or ranks.device.type != "cuda" or not reach(ranks):
+        return None
+    return between_all(ranks, cfg.run.timeout)
 
 
 def _same_experts(cfg: Config, groups: Groups) -> tuple[Group, tuple[Group, Group] | None]:

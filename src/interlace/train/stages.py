@@ -244,7 +244,7 @@ def attach(cfg: Config, model_cfg: ModelConfig, model: StagedParallel, groups: G
     made = _lines(cfg, groups, pairs)
     lines = made if cfg.plan.transport == "library" else in_boxes(group, pairs, made, cfg.run.timeout)
     if isinstance(lines, Boxes):
-        model.boxes = lines
+        model.boxes.append(lines)
     cut = cut_of(cfg.plan, model_cfg, cfg.data.sequence_length)
     model.through = Staged(cfg, model, cut, group, lines, meter).forward_backward
 

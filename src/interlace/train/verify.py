@@ -40,6 +40,7 @@ from interlace.errors import InterlaceError
 from interlace.kernels.candidate import ways
 from interlace.launch import run_local
 from interlace.models.decoder import Decoder
+from interlace.parallel.expert import is_fused
 from interlace.plan.context import pieces, places
 from interlace.plan.expert import Visits
 from interlace.plan.overlap import Product, Way
@@ -382,7 +383,7 @@ def under_plan(world: World, config: str, steps: int, folder: str) -> dict[str, 
         session.advance()
     weights = itertools.chain(model.whole_parameters(), model.module.named_buffers())
     found["digests"]["weight"] = _collect(world, folder, "weight-plan", weights, stage)
-    found["fused"] = any(getattr(module, "fused", None) is not None for module in model.module.modules())
+    found["fused"] = is_fused(model.module)
     gc.unfreeze()
     return found
 
@@ -569,8 +570,8 @@ def _accounts(
     cfg: Config, rank: int, found: dict[str, Any], alone: dict[str, Any], visits: Visits | None
 ) -> Iterator[Account]:
     given = cfg
-    if cfg.plan.overlap == "fused" and not found["fused"]:  # rows of experts go by all-to-all where peers are far
-        given = replace(cfg, plan=replace(cfg.plan, overlap="auto"))
+    if cfg.plan.overlap in ("auto", "fused"):  # rows of experts go by all-to-all where peers are far
+        given = replace(cfg, plan=replace(cfg.plan, overlap="fused" if found["fused"] else "auto"))
     chosen = {Product(**product): Way(**way) for product, way in found["ways"]}
     expected = share(given, rank, alone["batch"], alone["documents"], visits, chosen)
     resident = found["resident"]
