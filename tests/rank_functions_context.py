@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rank_functions_train as train
 from interlace.collectives import Group, Handle, Meter, between_all, make_groups, sum_scalars
-from interlace.config import ModelConfig
+from interlace.config import ModelConfig, loads
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.decoder import Decoder, initialise
@@ -23,9 +23,11 @@ from interlace.models.layers import Context
 from interlace.parallel import blocks, context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
 from interlace.plan import context as plan
+from interlace.plan import share as shares
 from interlace.plan.memory import block_activations
 from interlace.train import session as sessions
 from interlace.train import verify
+from interlace.train.step import forward_backward
 from interlace.world import World
 
 CPU = torch.device("cpu")
@@ -435,6 +437,22 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
     for job in jobs:
         with (train.FAULTS | FAULTS)[job.pop("fault", "none")](world.rank):
             found.append(verify.under_plan(world, **job))
+    return found
+
+
+def moved_in_halves(world: World, configs: list[str]) -> list[tuple[int, int]]:
+    """Of one step in bf16 each, bytes that this rank sent along cp by all-to-all, and those that its share says."""
+    found = []
+    for text in configs:
+        cfg = loads(text)
+        made = sessions.build(world, cfg)
+        made.meter.reset_counts()
+        forward_backward(made.model, made.batches(), made.groups.host, made.dropout_key(0), made.leaves)
+        indices = made.dataset.indices(made.cursor, cfg.train.global_batch)
+        rows = made.dataset.sequences(made.cursor.epoch, indices).documents_BT
+        starts = [[0, *(row.diff().nonzero().flatten() + 1).tolist()] for row in rows]
+        share = shares.share(cfg, world.rank, len(indices), starts if cfg.data.documents == "separate" else None)
+        found.append((made.meter.sent["all_to_all", "cp"], share.along["cp"]["all_to_all"]))
     return found
 
 

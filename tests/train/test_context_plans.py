@@ -211,6 +211,24 @@ def test_lines_that_copy_carry_whole_steps(
     assert report.passed, explain(report)
 
 
+def test_bytes_of_steps_in_half_precision_are_those_of_the_plan(run_ranks: Run, tmp_path: Path) -> None:
+    """`verify` runs in fp32.  A window as long as the sequence hides nothing: gradients travel as without one."""
+    half, joined = ["train.precision=bf16", *SMALL], ["data.documents=joined", "data.sequence_length=13"]
+    words = {
+        "cp=2 exchange=ring": [joined, [*joined, "model.sliding_window=13"], [*joined, "model.sliding_window=12"]],
+        "cp=2 exchange=ring recompute=full": [[*WINDOW, *ODD], [*joined, *WINDOW], [*joined, *DROPOUT]],
+        "cp=2 exchange=gather micro_batches=2": [[*joined, "model.sliding_window=64"], ODD],
+        "cp=2 exchange=ulysses recompute=selective": [joined, [*joined, "model.sliding_window=64"]],
+    }
+    cfgs = [runs.config(tmp_path, plan, [*half, *more]) for plan, cases in words.items() for more in cases]
+    argument = {"configs": [cfg.to_toml() for cfg in cfgs]}
+    for rank in run_ranks("rank_functions_context:moved_in_halves", 2, argument):
+        for cfg, (sent, told) in zip(cfgs, rank, strict=True):
+            assert 0 < sent == told, (cfg.plan, cfg.model_config().sliding_window, sent, told)
+    plain, hides = (estimate(cfgs[number], cfgs[number].plan) for number in (0, 1))
+    assert plain == hides
+
+
 def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     """Few key-value heads or a window: ring; as many as query heads on many ranks: heads dealt out, if they can be."""
     long = ["data.sequence_length=256", "model.num_heads=16", "model.max_positions=4096"]
