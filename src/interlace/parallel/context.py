@@ -423,9 +423,9 @@ class Blocks:
                 arrived = moving.wait()
                 moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
                 compute(stage, arrived, _at_once if beside is None else behind.append)
-            for call in behind:
-                call()
-            del arrived, behind
+            while behind:  # none is kept, nor what it reads, while the next stage runs
+                behind.pop(0)()
+            del arrived
             if beside is not None:
                 beside.begin()
 

@@ -131,6 +131,11 @@ def stages(exchange: str, ways: int, kv_heads: int) -> tuple[Stage, ...]:
     return tuple(Stage(tuple(range(1, ways)), split(kv_heads, parts, part)) for part in range(parts))
 
 
+def widest(exchange: str, ways: int, kv_heads: int) -> int:
+    """Key-value heads of other ranks that come here in a stage, at most, counted for each of these ranks."""
+    return max((stage.heads[1] - stage.heads[0]) * len(stage.distances) for stage in stages(exchange, ways, kv_heads))
+
+
 def splits_heads(num_heads: int, kv_heads: int, ways: int) -> bool:
     """Whether query heads can be dealt out evenly, each with the key and value head that it reads."""
     return num_heads % ways == 0 and (kv_heads % ways == 0 or ways % kv_heads == 0)
