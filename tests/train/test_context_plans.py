@@ -14,7 +14,7 @@ import runs
 from interlace.config import Config
 from interlace.errors import PlanError
 from interlace.plan import context, fit
-from interlace.plan.memory import estimate
+from interlace.plan.memory import _exchanged, estimate
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
@@ -271,6 +271,14 @@ def test_memory_of_long_sequences_falls_with_cp(tmp_path: Path) -> None:
         sizes.append(estimate(cfg, cfg.plan).activations)
     assert 1.5 < sizes[0] / sizes[1] <= 2.0
     assert 1.8 < sizes[1] / sizes[2] <= 2.0
+
+
+@pytest.mark.parametrize(("kv_heads", "nbytes"), [(8, 1024), (1, 640)])
+def test_memory_of_gather_has_a_stage_of_all_ranks(kv_heads: int, nbytes: int, tmp_path: Path) -> None:
+    """bf16, 8 heads of 4: two key-value heads or the one of three ranks at a time, and what tiles make for q."""
+    sizes = ["model.num_heads=8", f"model.num_kv_heads={kv_heads}", "model.hidden_size=32"]
+    cfg = runs.config(tmp_path, "cp=4 exchange=gather", sizes)
+    assert _exchanged(cfg.model_config(), cfg.plan, "gather", 100, 2, True) == 100 * nbytes
 
 
 @pytest.mark.gpu2
