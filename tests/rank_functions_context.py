@@ -15,7 +15,7 @@ from torch import Tensor
 
 import rank_functions_train as train
 from interlace.collectives import Group, Handle, Meter, between_all, make_groups, sum_scalars
-from interlace.config import ModelConfig
+from interlace.config import ModelConfig, loads
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.decoder import Decoder, initialise
@@ -23,9 +23,11 @@ from interlace.models.layers import Context
 from interlace.parallel import blocks, context
 from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
 from interlace.plan import context as plan
+from interlace.plan import share as shares
 from interlace.plan.memory import block_activations
 from interlace.train import session as sessions
 from interlace.train import verify
+from interlace.train.step import forward_backward
 from interlace.world import World
 
 CPU = torch.device("cpu")
@@ -91,6 +93,13 @@ def attend(world: World, cases: list[dict[str, Any]], copies: bool = False) -> N
             assert ("send", "cp") not in group.meter.sent  # counted as the exchange that it is
 
 
+class Behind(contextlib.nullcontext[None]):
+    """As a side stream: what joins others' pieces to the own ones comes after all of a stage."""
+
+    def begin(self) -> None:
+        pass
+
+
 def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
     """bf16, with tiles as kernels make them, in bf16: bit for bit what sums in fp32 give; bytes that ring sent."""
     group, sent = group_of(world), []
@@ -109,12 +118,6 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
     class JoinedInFp32(blocks.Joined):
         def __init__(self, q_BTHE: Tensor, later: int) -> None:
             super().__init__(q_BTHE, 99)
-
-    class Behind(contextlib.nullcontext[None]):
-        """As a side stream: what joins others' pieces to the own ones comes after all of a stage."""
-
-        def begin(self) -> None:
-            pass
 
     behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
     for case in cases:
@@ -243,6 +246,29 @@ def resident(world: World, length: int) -> dict[str, int]:
     with mock.patch.object(context, "all_to_all", all_to_all):
         context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived, behind: None)
     return {"most": most, "one": (k.numel() + v.numel()) * 4}
+
+
+def waiting(world: World, cases: list[tuple[str, int, int]]) -> list[int]:
+    """Query heads of others' tiles whose parts of q's gradient are here at a time, with what comes in a stage."""
+    group, found = group_of(world), []
+    for exchange, heads, kv_heads in cases:
+        alive: list[weakref.ref[Tensor]] = []
+        counts, plain = [0], context.backward
+
+        def backward(*given: Any, alive: Any = alive, counts: Any = counts, plain: Any = plain) -> Any:
+            made = plain(*given)
+            alive.append(weakref.ref(made[0]))
+            counts.append(sum(x.shape[1] * x.shape[2] for ref in alive[1:] if (x := ref()) is not None))
+            return made
+
+        whole, axis = Pattern(1, 16 * world.size, CPU), SequenceAxis(group, 16 * world.size, exchange)
+        q, k, v, weight = (seeded(1, whole.length, n, 4) for n in (heads, kv_heads, kv_heads, heads))
+        behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
+        fused = mock.patch.object(context, "is_fused", return_value=True)  # one tile of own keys
+        with behind, fused, mock.patch.object(context, "backward", backward):
+            run_core(axis, whole, q, k, v, weight)
+        found.append(max(counts) // 16)
+    return found
 
 
 def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:
@@ -435,6 +461,22 @@ def verify_all(world: World, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]
     for job in jobs:
         with (train.FAULTS | FAULTS)[job.pop("fault", "none")](world.rank):
             found.append(verify.under_plan(world, **job))
+    return found
+
+
+def moved_in_halves(world: World, configs: list[str]) -> list[tuple[int, int]]:
+    """Of one step in bf16 each, bytes that this rank sent along cp by all-to-all, and those that its share says."""
+    found = []
+    for text in configs:
+        cfg = loads(text)
+        made = sessions.build(world, cfg)
+        made.meter.reset_counts()
+        forward_backward(made.model, made.batches(), made.groups.host, made.dropout_key(0), made.leaves)
+        indices = made.dataset.indices(made.cursor, cfg.train.global_batch)
+        rows = made.dataset.sequences(made.cursor.epoch, indices).documents_BT
+        starts = [[0, *(row.diff().nonzero().flatten() + 1).tolist()] for row in rows]
+        share = shares.share(cfg, world.rank, len(indices), starts if cfg.data.documents == "separate" else None)
+        found.append((made.meter.sent["all_to_all", "cp"], share.along["cp"]["all_to_all"]))
     return found
 
 

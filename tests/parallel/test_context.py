@@ -153,6 +153,15 @@ def test_two_other_blocks_are_here_at_most(run_ranks: Run) -> None:
         assert rank["one"] <= rank["most"] <= 2 * rank["one"]
 
 
+def test_parts_of_a_stage_wait_for_the_own_tile_as_counted(run_ranks: Run) -> None:
+    """Of the last rank, whose queries see all keys of the others."""
+    cases = [("ring", 6, 2), ("gather", 6, 2), ("gather", 3, 1), ("gather", 12, 6)]
+    found = run_ranks(f"{OURS}:waiting", 3, {"cases": cases})
+    counted = [plan.widest(exchange, 3, kv_heads) * heads // kv_heads for exchange, heads, kv_heads in cases]
+    assert found[-1] == counted == [6, 6, 6, 8]
+    assert all(a <= b for rank in found for a, b in zip(rank, counted, strict=True))
+
+
 def test_a_block_keeps_what_is_counted(run_ranks: Run) -> None:
     for rank in run_ranks(f"{OURS}:kept", 2, {"length": 12}):
         assert [saved for saved, _ in rank] == [counted for _, counted in rank]

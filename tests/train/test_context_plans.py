@@ -14,7 +14,7 @@ import runs
 from interlace.config import Config
 from interlace.errors import PlanError
 from interlace.plan import context, fit
-from interlace.plan.memory import estimate
+from interlace.plan.memory import _exchanged, estimate
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]
@@ -211,6 +211,24 @@ def test_lines_that_copy_carry_whole_steps(
     assert report.passed, explain(report)
 
 
+def test_bytes_of_steps_in_half_precision_are_those_of_the_plan(run_ranks: Run, tmp_path: Path) -> None:
+    """`verify` runs in fp32.  A window as long as the sequence hides nothing: gradients travel as without one."""
+    half, joined = ["train.precision=bf16", *SMALL], ["data.documents=joined", "data.sequence_length=13"]
+    words = {
+        "cp=2 exchange=ring": [joined, [*joined, "model.sliding_window=13"], [*joined, "model.sliding_window=12"]],
+        "cp=2 exchange=ring recompute=full": [[*WINDOW, *ODD], [*joined, *WINDOW], [*joined, *DROPOUT]],
+        "cp=2 exchange=gather micro_batches=2": [[*joined, "model.sliding_window=64"], ODD],
+        "cp=2 exchange=ulysses recompute=selective": [joined, [*joined, "model.sliding_window=64"]],
+    }
+    cfgs = [runs.config(tmp_path, plan, [*half, *more]) for plan, cases in words.items() for more in cases]
+    argument = {"configs": [cfg.to_toml() for cfg in cfgs]}
+    for rank in run_ranks("rank_functions_context:moved_in_halves", 2, argument):
+        for cfg, (sent, told) in zip(cfgs, rank, strict=True):
+            assert 0 < sent == told, (cfg.plan, cfg.model_config().sliding_window, sent, told)
+    plain, hides = (estimate(cfgs[number], cfgs[number].plan) for number in (0, 1))
+    assert plain == hides
+
+
 def test_auto_takes_what_sends_least(tmp_path: Path) -> None:
     """Few key-value heads or a window: ring; as many as query heads on many ranks: heads dealt out, if they can be."""
     long = ["data.sequence_length=256", "model.num_heads=16", "model.max_positions=4096"]
@@ -253,6 +271,14 @@ def test_memory_of_long_sequences_falls_with_cp(tmp_path: Path) -> None:
         sizes.append(estimate(cfg, cfg.plan).activations)
     assert 1.5 < sizes[0] / sizes[1] <= 2.0
     assert 1.8 < sizes[1] / sizes[2] <= 2.0
+
+
+@pytest.mark.parametrize(("kv_heads", "nbytes"), [(8, 1024), (1, 640)])
+def test_memory_of_gather_has_a_stage_of_all_ranks(kv_heads: int, nbytes: int, tmp_path: Path) -> None:
+    """bf16, 8 heads of 4: two key-value heads or the one of three ranks at a time, and what tiles make for q."""
+    sizes = ["model.num_heads=8", f"model.num_kv_heads={kv_heads}", "model.hidden_size=32"]
+    cfg = runs.config(tmp_path, "cp=4 exchange=gather", sizes)
+    assert _exchanged(cfg.model_config(), cfg.plan, "gather", 100, 2, True) == 100 * nbytes
 
 
 @pytest.mark.gpu2

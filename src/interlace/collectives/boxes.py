@@ -9,8 +9,9 @@ lies in slot (n - 1) % S:
 
 A direction has a stream at either end, so that one that waits holds up no other, and the host never waits: a send that
 finds no free slot stands in its stream, as it would in a library's queue, so no number of slots makes ranks wait in a
-circle.  Numbers only grow and are compared so that they may wrap.  Slots fit the largest message of a step and grow at
-its beginning, on all ranks of the group at once; nothing else is agreed on.
+circle.  Numbers only grow and are compared so that they may wrap.  Slots grow on all ranks of the group at once, a
+pipeline's at the beginning of a step, the context axis's before the first message that is larger; nothing else is
+agreed on.
 
 On a CPU the streams are threads (`symmetric.shm`) that do the same in the same order, which is how this is tested: a
 receive that is posted early waits in its thread, and the host waits in `Handle.wait`.

@@ -394,7 +394,7 @@ class Blocks:
     def is_plain(self) -> bool:
         """Whether one tile makes all gradients that go to an owner in a stage."""
         tiling = self.tiling
-        return plan.is_plain(tiling.window, tiling.documents_BT is not None, self.keep is not None)
+        return plan.is_plain(tiling.length, tiling.window, tiling.documents_BT is not None, self.keep is not None)
 
     def beside(self, q_BTHE: Tensor, kv_heads: int) -> Beside | None:
         """A side stream for others' pieces where all tiles are kernels and transfers may run beside them."""
@@ -423,9 +423,9 @@ class Blocks:
                 arrived = moving.wait()
                 moving = self._fetch(stages[number + 1], kv) if number + 1 < len(stages) else None
                 compute(stage, arrived, _at_once if beside is None else behind.append)
-            for call in behind:
-                call()
-            del arrived, behind
+            while behind:  # none is kept, nor what it reads, while the next stage runs
+                behind.pop(0)()
+            del arrived
             if beside is not None:
                 beside.begin()
 

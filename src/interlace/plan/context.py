@@ -93,9 +93,18 @@ def wanted(blocks: frozenset[Range], ways: int, receiver: int, source: int) -> t
     return tuple(b for b in places(ways, source) if any((a, b) in blocks for a in places(ways, receiver)))
 
 
-def is_plain(window: int | None, has_documents: bool, drops: bool) -> bool:
-    """Whether one tile makes all that a rank owes an owner in a stage: all pairs are seen, and dropout takes none."""
-    return window is None and not has_documents and not drops
+def is_plain(length: int, window: int | None, has_documents: bool, drops: bool) -> bool:
+    """Whether one tile makes all that a rank owes an owner in a stage: no window hides any of the `length` positions,
+    no document ends, and dropout takes none."""
+    return (window is None or window >= length) and not has_documents and not drops
+
+
+def all_plain(config: Config) -> bool:
+    """Whether that holds of every layer."""
+    cfg, documents = config.model_config(), config.data.documents == "separate"
+    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
+    drops = cfg.attention_dropout > 0.0
+    return all(is_plain(config.data.sequence_length, window, documents, drops) for window in windows)
 
 
 def returned(itemsize: int, plain: bool) -> int:
@@ -120,6 +129,11 @@ def stages(exchange: str, ways: int, kv_heads: int) -> tuple[Stage, ...]:
         return tuple(Stage((distance,), (0, kv_heads)) for distance in range(1, ways))
     parts = min(kv_heads, GROUPS)
     return tuple(Stage(tuple(range(1, ways)), split(kv_heads, parts, part)) for part in range(parts))
+
+
+def widest(exchange: str, ways: int, kv_heads: int) -> int:
+    """Key-value heads of other ranks that come here in a stage, at most, counted for each of these ranks."""
+    return max((stage.heads[1] - stage.heads[0]) * len(stage.distances) for stage in stages(exchange, ways, kv_heads))
 
 
 def splits_heads(num_heads: int, kv_heads: int, ways: int) -> bool:
@@ -204,7 +218,7 @@ def _sent(
             blocks = seen(length, ways, cfg.window(layer), those, cfg.sink_tokens)
             row = count * 2 * local_heads(cfg, plan.tp)[1] * cfg.head_dim  # keys and values of a position
             given, taken = (sum(positions) for positions in zip(*_moved(blocks, length, ways, rank), strict=True))
-            plain = is_plain(cfg.window(layer), those is not None, cfg.attention_dropout > 0.0)
+            plain = is_plain(length, cfg.window(layer), those is not None, cfg.attention_dropout > 0.0)
             found["all_to_all"] += row * ((again + 1) * given * itemsize + taken * returned(itemsize, plain))
         if routers and cfg.router_aux_loss:  # choices of each expert, and labels, of the whole sequences
             again_all = 2 if plan.recompute == "full" else 1
@@ -222,9 +236,7 @@ def largest(config: Config, plan: ParallelPlan, tokens: int, itemsize: int) -> i
     num_heads, kv_heads = local_heads(cfg, plan.tp)
     if exchange == "ulysses":
         return tokens * num_heads // plan.cp * cfg.head_dim * itemsize
-    documents, drops = config.data.documents == "separate", cfg.attention_dropout > 0.0
-    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
-    wide = max(returned(itemsize, is_plain(window, documents, drops)) for window in windows)
+    wide = returned(itemsize, all_plain(config))
     heads = max(stage.heads[1] - stage.heads[0] for stage in stages(exchange, plan.cp, kv_heads))
     return 2 * tokens * heads * cfg.head_dim * wide
 

@@ -37,7 +37,7 @@ from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
 from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
-from interlace.plan.context import as_data, choose, is_plain, largest, returned
+from interlace.plan.context import all_plain, as_data, choose, largest, returned, widest
 from interlace.plan.expert import as_data as as_data_of_experts
 from interlace.plan.expert import held as held_experts
 from interlace.plan.share import overlapped
@@ -388,7 +388,7 @@ def _activations_of(
     if plan.recompute != "none":  # the block that backward has run again
         total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
     if exchange in ("ring", "gather"):
-        total += _exchanged(cfg, plan, exchange, sequences * length, compute, documents)
+        total += _exchanged(cfg, plan, exchange, sequences * length, compute, all_plain(config))
     tokens = sequences * length
     if plan.ep > 1 and any(
         has_experts for _, has_experts in blocks
@@ -419,20 +419,19 @@ def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int, room: float) ->
     return fused_exchange.slots(choices, ep, held_experts(X, ep, 0)[1], X, fused_exchange.BLOCKS[compute], room)
 
 
-def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, documents: bool) -> int:
+def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, plain: bool) -> int:
     """What one layer's backward holds while it runs block by block: keys and values of two stages and what leaves, the
-    gradient of q and a tile's part of it, those of own keys and values, and of one stage's three times: as a tile made
-    them, leaving, and arriving."""
+    gradient of q and what the own tile, or those of a stage, make of it, those of own keys and values, and of one
+    stage's three times: as a tile made them, leaving, and arriving."""
     heads, kv_heads = local_heads(cfg, plan.tp)
-    own = 2 * tokens * kv_heads * cfg.head_dim
-    stage = own if exchange == "ring" else own // kv_heads * (plan.cp - 1)
-    windows = {cfg.window(layer) for layer in range(cfg.num_layers)}
-    plain = all(is_plain(window, documents, cfg.attention_dropout > 0.0) for window in windows)
+    own, moving = 2 * tokens * kv_heads * cfg.head_dim, widest(exchange, plan.cp, kv_heads)
+    stage, parts = own // kv_heads * moving, max(heads, moving * heads // kv_heads)
     once = plain and plan.cp == 2  # one addition to what a kernel made
     of_q = compute if once and exchange == "ring" else max(compute, 4)
     of_own = compute if once else max(compute, 4)
     returned_stage = 3 * returned(compute, plain) * stage
-    return 3 * compute * stage + (compute + of_q) * tokens * heads * cfg.head_dim + of_own * own + returned_stage
+    of_queries = (compute * parts + of_q * heads) * tokens * cfg.head_dim
+    return 3 * compute * stage + of_queries + of_own * own + returned_stage
 
 
 def _rows(tokens: int, plan: ParallelPlan) -> int:
