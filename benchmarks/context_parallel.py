@@ -38,7 +38,8 @@ from interlace.kernels.measure import SLACK, stand_still
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.layers import Context
-from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern
+from interlace.parallel.context import SplitCore, SplitPattern
+from interlace.parallel.sequence import SequenceAxis
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -20,8 +20,9 @@ from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.decoder import Decoder, initialise
 from interlace.models.layers import Context
-from interlace.parallel import blocks, context
-from interlace.parallel.context import SequenceAxis, SplitCore, SplitPattern, split_sequences
+from interlace.parallel import blocks, circulate, sequence
+from interlace.parallel.context import SplitCore, SplitPattern, split_sequences
+from interlace.parallel.sequence import SequenceAxis
 from interlace.plan import context as plan
 from interlace.plan import share as shares
 from interlace.plan.memory import block_activations
@@ -84,7 +85,7 @@ def attend(world: World, cases: list[dict[str, Any]], copies: bool = False) -> N
         for exchange, fused in (*((name, False) for name in EXCHANGES), ("ring", True)):
             axis = SequenceAxis(group, length, exchange, boxes)
             group.meter.reset_counts()
-            with mock.patch.object(context, "is_fused", lambda q, fused=fused: fused):  # triangles grow, as on a GPU
+            with mock.patch.object(circulate, "is_fused", lambda q, fused=fused: fused):  # triangles grow, as on a GPU
                 found = run_core(axis, whole, q, k, v, weight, *sinks)
             for what, a, b in zip(("out", "q", "k", "v", "sinks")[: len(expected)], found, expected, strict=True):
                 held = b if what == "sinks" else b[:, axis.columns()]
@@ -119,7 +120,7 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
         def __init__(self, q_BTHE: Tensor, later: int) -> None:
             super().__init__(q_BTHE, 99)
 
-    behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
+    behind = mock.patch.object(circulate.Blocks, "beside", return_value=Behind())
     for case in cases:
         length, documents = case["length"], case.get("documents")
         whole = Pattern(2, length, CPU, documents and torch.tensor(documents), case.get("window"))
@@ -132,7 +133,7 @@ def halves(world: World, cases: list[dict[str, Any]]) -> list[int]:
                     stack.enter_context(behind)
                 patches = {"is_fused": lambda q: True, "forward": kernel(blocks.forward, 1)}
                 patches["backward"] = kernel(blocks.backward, 3)
-                stack.enter_context(mock.patch.multiple(context, **patches, **others))
+                stack.enter_context(mock.patch.multiple(circulate, **patches, **others))
                 made.append(run_core(SequenceAxis(group, length, "ring"), whole, q, k, v, weight))
         sent.append(group.meter.sent["all_to_all", "cp"])
         for a, b in zip(*made, strict=True):
@@ -206,7 +207,7 @@ def work(world: World, cases: list[dict[str, Any]]) -> list[list[tuple[int, int,
                 return plain(q, k, *rest)
 
             group.meter.reset_counts()
-            with mock.patch.object(context, "forward", counted):
+            with mock.patch.object(circulate, "forward", counted):
                 run_core(SequenceAxis(group, case["length"], exchange), whole, q, k, v, weight)
             sent = group.meter.sent["all_to_all", "cp"]
             counts.append((len(seen), sum(s for s, _ in seen), sum(p for _, p in seen), sent))
@@ -224,7 +225,7 @@ def resident(world: World, length: int) -> dict[str, int]:
     assert pattern.tiling is not None
     k, v = torch.zeros(2, 1, len(axis.columns()), 2, 4)
     alive: list[weakref.ref[Tensor]] = []
-    most, plain = 0, context.all_to_all
+    most, plain = 0, sequence.all_to_all
 
     def all_to_all(*arguments: Any, **options: Any) -> Handle[Tensor]:
         moving = plain(*arguments, **options)
@@ -243,8 +244,8 @@ def resident(world: World, length: int) -> dict[str, int]:
         nonlocal most
         most = max(most, more + sum(t.numel() * 4 for ref in alive if (t := ref()) is not None))
 
-    with mock.patch.object(context, "all_to_all", all_to_all):
-        context.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived, behind: None)
+    with mock.patch.object(sequence, "all_to_all", all_to_all):
+        circulate.Blocks(axis, pattern.tiling).circulate((k, v), lambda stage, arrived, behind: None)
     return {"most": most, "one": (k.numel() + v.numel()) * 4}
 
 
@@ -253,7 +254,7 @@ def waiting(world: World, cases: list[tuple[str, int, int]]) -> list[int]:
     group, found = group_of(world), []
     for exchange, heads, kv_heads in cases:
         alive: list[weakref.ref[Tensor]] = []
-        counts, plain = [0], context.backward
+        counts, plain = [0], circulate.backward
 
         def backward(*given: Any, alive: Any = alive, counts: Any = counts, plain: Any = plain) -> Any:
             made = plain(*given)
@@ -263,9 +264,9 @@ def waiting(world: World, cases: list[tuple[str, int, int]]) -> list[int]:
 
         whole, axis = Pattern(1, 16 * world.size, CPU), SequenceAxis(group, 16 * world.size, exchange)
         q, k, v, weight = (seeded(1, whole.length, n, 4) for n in (heads, kv_heads, kv_heads, heads))
-        behind = mock.patch.object(context.Blocks, "beside", return_value=Behind())
-        fused = mock.patch.object(context, "is_fused", return_value=True)  # one tile of own keys
-        with behind, fused, mock.patch.object(context, "backward", backward):
+        behind = mock.patch.object(circulate.Blocks, "beside", return_value=Behind())
+        fused = mock.patch.object(circulate, "is_fused", return_value=True)  # one tile of own keys
+        with behind, fused, mock.patch.object(circulate, "backward", backward):
             run_core(axis, whole, q, k, v, weight)
         found.append(max(counts) // 16)
     return found
@@ -361,24 +362,24 @@ def block_skipped(rank: int) -> Any:
 
 def keys_paid_twice(rank: int) -> Any:
     """Gradients that come back to the owner of keys and values are added twice."""
-    plain = context.Blocks.give_back
+    plain = circulate.Blocks.give_back
 
-    def give_back(self: context.Blocks, *arguments: Any) -> Any:
+    def give_back(self: circulate.Blocks, *arguments: Any) -> Any:
         add = plain(self, *arguments)
         return lambda: (add(), add())
 
-    return mock.patch.object(context.Blocks, "give_back", give_back)
+    return mock.patch.object(circulate.Blocks, "give_back", give_back)
 
 
 def sink_twice(rank: int) -> Any:
     """A sink joins the result of the last rank's queries twice."""
-    plain = context.sink
+    plain = circulate.sink
 
     def sink(*arguments: Any) -> None:
         for _ in range(1 + rank):
             plain(*arguments)
 
-    return mock.patch.object(context, "sink", sink)
+    return mock.patch.object(circulate, "sink", sink)
 
 
 def sinks_of_the_first_heads(rank: int) -> Any:
@@ -395,13 +396,13 @@ def sinks_of_the_first_heads(rank: int) -> Any:
 
 def _delta(factor: float) -> Any:
     """What softmax's backward takes away from every probability's gradient is not right on the first rank."""
-    plain = context.backward
+    plain = circulate.backward
 
     def backward(*given: Any) -> Any:
         grad, q, k, v, out, logs, delta, *rest = given
         return plain(grad, q, k, v, out, logs, factor * delta, *rest)
 
-    return mock.patch.object(context, "backward", backward)
+    return mock.patch.object(circulate, "backward", backward)
 
 
 def delta_forgotten(rank: int) -> Any:
@@ -414,8 +415,8 @@ def delta_a_little_off(rank: int) -> Any:
 
 def gradient_of_own_sinks(rank: int) -> Any:
     """The sinks' gradient of the other rank's queries is lost."""
-    plain = context.sink_gradient
-    return mock.patch.object(context, "sink_gradient", lambda *given: plain(*given) * float(rank == 0))
+    plain = circulate.sink_gradient
+    return mock.patch.object(circulate, "sink_gradient", lambda *given: plain(*given) * float(rank == 0))
 
 
 def swapped_pieces(rank: int) -> Any:

@@ -22,6 +22,7 @@ from interlace.collectives import autograd as dual
 from interlace.parallel import context, data, expert, flat, pipeline, stages, tensor
 from interlace.parallel import split as splitting
 from interlace.parallel.part import Part
+from interlace.parallel.sequence import SequenceAxis
 from interlace.train import verify
 from interlace.train.data import Batch
 from interlace.world import World
@@ -101,16 +102,16 @@ def local_positions(rank: int) -> Any:
 
 def pieces_half_off(rank: int) -> Any:
     """The second zigzag piece of a rank is taken half a piece too early."""
-    plain = context.SequenceAxis.columns
+    plain = SequenceAxis.columns
 
-    def columns(self: context.SequenceAxis, rank: int | None = None) -> Tensor:
+    def columns(self: SequenceAxis, rank: int | None = None) -> Tensor:
         columns_T = plain(self, rank)
         if rank is None:
             half = len(columns_T) // 2
             columns_T[half:] -= len(columns_T) // 4
         return columns_T
 
-    return mock.patch.object(context.SequenceAxis, "columns", columns)
+    return mock.patch.object(SequenceAxis, "columns", columns)
 
 
 def load_of_own_positions(rank: int) -> Any:

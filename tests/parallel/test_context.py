@@ -13,7 +13,8 @@ from interlace.collectives import Group, Meter
 from interlace.models.attention import Pattern
 from interlace.parallel import blocks
 from interlace.parallel.blocks import Tiling
-from interlace.parallel.context import Blocks, SequenceAxis
+from interlace.parallel.circulate import Blocks
+from interlace.parallel.sequence import SequenceAxis
 from interlace.plan import context as plan
 
 Run = Callable[..., list[Any]]

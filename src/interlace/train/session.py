@@ -31,10 +31,11 @@ from interlace.mesh import Mesh
 from interlace.models import weights
 from interlace.models.decoder import Decoder, Vocabulary, initial_value
 from interlace.models.moe import experts
-from interlace.parallel.context import SequenceAxis, split_sequences
+from interlace.parallel.context import split_sequences
 from interlace.parallel.data import DataParallel
 from interlace.parallel.expert import ExpertAxis, is_fused, split_experts
 from interlace.parallel.part import Part, holding
+from interlace.parallel.sequence import SequenceAxis
 from interlace.parallel.stages import StagedParallel
 from interlace.parallel.tensor import Axis, split_decoder
 from interlace.plan import context, exchange, expert
