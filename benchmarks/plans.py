@@ -29,7 +29,7 @@ from interlace.world import World
 COMPILED = ("train.compile=true",)
 ROWS: tuple[
     tuple[str, str, int, int, tuple[str, ...]], ...
-] = (  # model, plan, sequences a rank, their length, settings
+] = (  # model, plan (of `dp` too where that is not all ranks), sequences of each data rank, their length, settings
     ("1.2b", "zero=0", 4, 4096, COMPILED),
     ("1.2b", "zero=1", 4, 4096, COMPILED),
     ("1.2b", "zero=2", 4, 4096, COMPILED),
@@ -41,11 +41,17 @@ ROWS: tuple[
     ("1.2b", "zero=1", 4, 4096, (*COMPILED, "run.deterministic=true")),
     ("1.2b", "zero=1 micro_batch_size=1", 4, 4096, (*COMPILED, "run.reproducible=plan")),
     ("13b", "zero=3", 1, 4096, COMPILED),
+    *(
+        ("8b", f"dp=1 cp=2 zero=3 exchange={exchange}", 1, length, COMPILED)
+        for length in (8192, 16384)
+        for exchange in ("ring", "gather", "ulysses")
+    ),
 )
 SMALL = (
     ("tiny", "zero=1", 4, 64, ()),
     ("tiny", "zero=3", 4, 64, ()),
     ("tiny", "zero=3", 4, 64, ("run.reproducible=plan",)),
+    ("tiny", "dp=1 cp=2 exchange=ring", 2, 64, ()),
 )
 
 
@@ -103,12 +109,14 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     for model, plan, sequences, length, settings in chosen:
+        words = dict(word.split("=") for word in f"dp={ranks} {plan}".split())  # what is said later counts
+        batch = sequences * int(words["dp"])
         overrides = [
-            f"data.sequence_length={length}", "data.documents=joined", f"train.global_batch={sequences * ranks}",
+            f"data.sequence_length={length}", "data.documents=joined", f"train.global_batch={batch}",
             f"model.max_positions={length}", "train.warmup=2", "run.timeout=120", *settings,
         ]  # fmt: skip
         overrides += ["train.precision=bf16"] if on_gpu else []
-        cfg = load(None, overrides, f"dp={ranks} {plan}", preset=model)
+        cfg = load(None, overrides, " ".join(f"{key}={value}" for key, value in words.items()), preset=model)
         argument = {"config": cfg.to_toml(), "steps": given.steps}
         device = "cuda" if on_gpu else "cpu"
         found = run_local("plans:measure", ranks, argument, device=device, timeout=120.0)
@@ -116,9 +124,9 @@ def main() -> None:
         ways = tune.planned(machine, "bf16") if on_gpu else None
         peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device, ways=ways).total
         off = f"{100 * (planned / peak - 1):+.1f}" if peak else "-"
-        words = " ".join(settings) or "-"
+        said = " ".join(settings) or "-"
         lines.append(
-            f"| {model} | {cfg.plan} | {sequences} x {length} | {words} | {ms:.1f} | {peak / 2**30:.1f} | "
+            f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {peak / 2**30:.1f} | "
             f"{planned / 2**30:.1f} | {off} | {found[0]['loss']:.4f} |"
         )
         print(lines[-1], flush=True)
