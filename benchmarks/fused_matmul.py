@@ -145,9 +145,9 @@ def ways(
 
 def check(
     made: dict[str, list[torch_ways.Way]], expected: Sequence[torch.Tensor], dtype: torch.dtype, group: Group
-) -> tuple[dict[str, list[torch_ways.Way]], dict[str, str]]:
-    """Those whose results equal the reference on the first operands, and the reasons against the others."""
-    right, wrong = {}, {}
+) -> tuple[dict[str, list[torch_ways.Way]], dict[str, str], dict[str, str]]:
+    """Those whose results equal the reference on the first operands, and why others are wrong or did not run."""
+    right, wrong, failed = {}, dict[str, str](), dict[str, str]()
     limit = measure.tolerance(dtype, group.size)
 
     def error(found: Sequence[torch_ways.Way]) -> float:
@@ -159,14 +159,13 @@ def check(
 
     for name, found in made.items():
         got = measure.attempt(functools.partial(error, found), group)
-        said = got if isinstance(got, str) else ""
-        if not said and (most := measure.worst([float(got)], group)) > limit:
-            said = f"off by {most:.2g} of the largest value, allowed is {limit:.2g}"
-        if said:
-            wrong[name] = said
+        if isinstance(got, str):
+            failed[name] = got
+        elif (most := measure.worst([float(got)], group)) > limit:
+            wrong[name] = f"off by {most:.2g} of the largest value, allowed is {limit:.2g}"
         else:
             right[name] = found
-    return right, wrong
+    return right, wrong, failed
 
 
 class InTurn:
@@ -193,7 +192,8 @@ def measure_row(row: Row, setup: Setup, dtype: str) -> dict[str, Any]:
     expected = [one.expected() for one in operands[:2]]
     right, wrong = tune.verify(own, group, operands[:2], expected)
     theirs, missing = ways(row, setup, operands)
-    theirs, unlike = check(theirs, [out for out, _ in expected], problem.dtype, group)
+    theirs, unlike, failed = check(theirs, [out for out, _ in expected], problem.dtype, group)
+    missing |= failed
     del expected
     timed = [given.without_rows() for given in operands]
     calls: dict[str, measure.Call] = {"gemm": InTurn([_product(given, group) for given in operands])}

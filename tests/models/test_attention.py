@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from interlace.config import ModelConfig
 from interlace.errors import ConfigError
 from interlace.models import attention as subject
-from interlace.models import sinks
+from interlace.models import ordered, sinks
 from interlace.models.attention import Pattern, attention
 from interlace.models.decoder import Decoder, initialise
 
@@ -272,3 +273,67 @@ def test_on_a_gpu_every_path_equals_the_formula(name, sunk, dtype):
         assert difference < tolerance, (name, difference)
     if dtype == torch.bfloat16 and not pattern.plain and pattern.runs is not None:
         assert "mask_B1TS" not in vars(pattern), "varlen attention was there and not taken"
+
+
+@pytest.mark.parametrize("length", [1, 100, 128, 129, 300, 1000, 1024])
+def test_causal_blocks_are_those_of_the_mask(length):
+    made = ordered.causal_blocks(length, CPU)
+    found = create_block_mask(lambda b, h, t, s: t >= s, None, None, length, length, device="cpu")
+    assert made.shape == found.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(made, name), getattr(found, name)), name
+    for name in ("kv", "full_kv", "q", "full_q"):  # of the indices only so many count
+        counts = getattr(found, f"{name}_num_blocks")[..., None]
+        counted = torch.arange(counts.shape[2]) < counts
+        a, b = (getattr(mask, f"{name}_indices") for mask in (made, found))
+        assert torch.equal(a.where(counted, 0), b.where(counted, 0)), name
+
+
+def test_deterministic_gradients_are_asked_of_a_gpu_alone_and_only_where_there_are_any(deterministic):
+    cuda = torch.device("cuda")
+    assert ordered.takes(cuda, torch.bfloat16, 64)
+    assert not ordered.takes(CPU, torch.bfloat16, 64)
+    assert not ordered.takes(cuda, torch.float32, 64)
+    assert not ordered.takes(cuda, torch.bfloat16, 96)
+    with torch.no_grad():
+        assert not ordered.takes(cuda, torch.bfloat16, 64)
+    torch.use_deterministic_algorithms(False)
+    assert not ordered.takes(cuda, torch.bfloat16, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("length", [13, 128, 700])
+def test_deterministic_attention_equals_the_formula_with_the_same_bits_each_time(length, compiled, deterministic):
+    device = torch.device("cuda")
+    wide = qkv(8, 2, head_dim=64, length=length, dtype=torch.float32)
+    inputs = [x.detach().to(device, torch.bfloat16).requires_grad_() for x in wide]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    pattern = Pattern(2, length, device)
+    pattern.prepare(torch.bfloat16, 64)
+    assert "causal" in vars(pattern)
+    run = torch.compile(lambda *x: attention(*x, pattern) * 2.0, fullgraph=True) if compiled else None
+    grad = torch.randn(2, length, 8, 64, device=device, generator=torch.Generator(device).manual_seed(1))
+
+    def both():
+        out = run(*inputs) if run is not None else attention(*inputs, pattern) * 2.0
+        return out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype))
+
+    made = both()
+    groups = [exact[0], *(x.repeat_interleave(4, dim=2) for x in exact[1:])]
+    scores = torch.einsum("bthe,bshe->bhts", groups[0], groups[1]) / 8.0
+    scores = scores.masked_fill(torch.ones(length, length, device=device).triu(1).bool(), float("-inf"))
+    expected = 2.0 * torch.einsum("bhts,bshe->bthe", scores.softmax(-1), groups[2])
+    for a, b in zip(made, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+        assert (a.double() - b).abs().max() / b.abs().max() < 2e-2
+    for _ in range(20):
+        for a, b in zip(both(), made, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

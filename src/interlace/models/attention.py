@@ -4,6 +4,7 @@
 
     what the queries see                      fp16 or bf16 on CUDA          elsewhere
     all before them (plain causal)            SDPA, is_causal               SDPA, is_causal
+    ... with deterministic algorithms asked   FlexAttention (`models.ordered`)
     their document and/or a sliding window    varlen (flash) attention      SDPA with a boolean mask
     ... but the first of a window's document  SDPA with a boolean mask      SDPA with a boolean mask
     anything, with attention dropout          written out, scores in memory (said once)
@@ -26,10 +27,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from interlace import random
 from interlace.config import ModelConfig
-from interlace.models import sinks
+from interlace.models import ordered, sinks
 from interlace.models.layers import Context, Linear, SharedInput, rotate
 
 
@@ -113,6 +115,11 @@ class Pattern:
         longest, falls = torch.stack((offsets.diff().max(), (step < 0).any().long())).tolist()
         return None if falls else (offsets.to(self.device, torch.int32, non_blocking=True), longest)
 
+    @functools.cached_property
+    def causal(self) -> BlockMask:
+        """Of a plain pattern, as FlexAttention takes it."""
+        return ordered.causal_blocks(self.length, self.device)
+
     def prepare(self, dtype: torch.dtype, head_dim: int, sunk: bool = False) -> None:
         """Make what the layers will read, ahead of them (outside of compiled or recomputed regions).
 
@@ -122,6 +129,8 @@ class Pattern:
         needs = not self.plain or (sunk and self.device.type == "cuda")
         if needs and not (varlen and self.runs is not None):
             _ = self.mask_B1TS
+        if not needs and ordered.takes(self.device, dtype, head_dim):
+            _ = self.causal
 
 
 def attention(
@@ -145,6 +154,8 @@ def attention(
     half = _varlen_runs(q_BTHE.device, q_BTHE.dtype, q_BTHE.shape[-1])
     if half and not pattern.plain and pattern.runs is not None:
         return _varlen(q_BTHE, k_BTKE, v_BTKE, *pattern.runs, pattern.window)
+    if pattern.plain and ordered.takes(q_BTHE.device, q_BTHE.dtype, q_BTHE.shape[-1]):
+        return ordered.attend(q_BTHE, k_BTKE, v_BTKE, pattern.causal)
     q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
     # Flash (fp16, bf16, no mask) and the CPU kernels read kv heads in place; CUDA's memory-efficient kernel, which
     # takes masks and fp32, does not, and PyTorch would fall back to one that holds the scores.

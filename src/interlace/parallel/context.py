@@ -169,60 +169,100 @@ class SplitRoom(nn.Module):
 # --- heads dealt out -------------------------------------------------------------------------------------------------
 
 
-def deal(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range]) -> Tensor:
-    """Own positions of all heads -> all positions, in order, of this rank's range of heads: [B T H E]."""
-    group, counts = axis.group, axis.counts()
-    own = slice(*ranges[group.rank])
-    batch, head_dim = x_BTHE.shape[0], x_BTHE.shape[3]
-    leaving = [[x_BTHE[:, :, slice(*there)]] for there in ranges]
-    width = batch * (own.stop - own.start) * head_dim
-    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim * x_BTHE.itemsize
-    arriving = [count * width for count in counts]
-    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="deal heads").wait()
-    made = x_BTHE.new_empty(batch, axis.length, own.stop - own.start, head_dim)
-    for rank, part in enumerate(parts):
-        made[:, axis.all_columns[rank]] = part.view(batch, counts[rank], -1, head_dim)
-    return made
+Heads = Sequence[plan.Range]  # of each rank
 
 
-def collect(x_BTHE: Tensor, axis: SequenceAxis, ranges: Sequence[plan.Range], num_heads: int) -> Tensor:
-    """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks."""
-    group, counts = axis.group, axis.counts()
-    batch, head_dim, here = x_BTHE.shape[0], x_BTHE.shape[3], counts[group.rank]
-    leaving = [[x_BTHE[:, columns_T]] for columns_T in axis.all_columns]
-    arriving = [batch * here * (high - low) * head_dim for low, high in ranges]
-    most = max(counts) * batch * max(high - low for low, high in ranges) * head_dim * x_BTHE.itemsize
-    parts = axis.exchange_parts(leaving, arriving, x_BTHE.dtype, most=most, name="collect heads").wait()
-    wide = torch.promote_types(x_BTHE.dtype, torch.float32)
-    made = x_BTHE.new_zeros(batch, here, num_heads, head_dim, dtype=wide)
-    for heads, part in zip(ranges, parts, strict=True):
-        made[:, :, slice(*heads)] += part.view(batch, here, -1, head_dim)
-    return made.to(x_BTHE.dtype)
+def deal(xs_BTHE: Sequence[Tensor], axis: SequenceAxis, heads: Sequence[Heads]) -> list[Tensor]:
+    """Own positions of all heads -> all positions, in order, of this rank's heads: of each tensor [B T H E].
+
+    heads: of each tensor.
+    """
+    own, counts = axis.group.rank, axis.counts()
+    pairs = list(zip(xs_BTHE, heads, strict=True))
+    leaving = [[x[:, :, slice(*of[rank])] for x, of in pairs] if rank != own else [] for rank in range(len(counts))]
+    rows = _rows(pairs, own)
+    arriving = [sum(rows) * count if rank != own else 0 for rank, count in enumerate(counts)]
+    parts = _exchange(pairs, axis, leaving, arriving, "deal heads")
+    found = [x.new_empty(x.shape[0], axis.length, of[own][1] - of[own][0], x.shape[3]) for x, of in pairs]
+    for rank, count in enumerate(counts):
+        flat = parts[rank].split([row * count for row in rows]) if rank != own else None
+        for number, (made, (x, of)) in enumerate(zip(found, pairs, strict=True)):
+            part = x[:, :, slice(*of[own])] if flat is None else flat[number].view(len(x), count, *made.shape[2:])
+            at = 0
+            for start, stop in axis.spans(rank):
+                made[:, start:stop] = part[:, at : at + stop - start]
+                at += stop - start
+    return found
+
+
+def collect(
+    xs_BTHE: Sequence[Tensor], axis: SequenceAxis, heads: Sequence[Heads], num_heads: Sequence[int]
+) -> list[Tensor]:
+    """The way back: a head that several ranks had is the sum of theirs, in fp32, in the order of ranks.
+
+    heads, num_heads: of each tensor.
+    """
+    own, counts, spans = axis.group.rank, axis.counts(), axis.spans()
+    pairs = list(zip(xs_BTHE, heads, strict=True))
+    held = [[x[:, slice(*span)] for x in xs_BTHE for span in axis.spans(rank)] for rank in range(len(counts))]
+    leaving = [parts if rank != own else [] for rank, parts in enumerate(held)]
+    rows = [_rows(pairs, rank) for rank in range(len(counts))]
+    arriving = [sum(each) * counts[own] if rank != own else 0 for rank, each in enumerate(rows)]
+    parts = _exchange(pairs, axis, leaving, arriving, "collect heads")
+    found, sums = [], []
+    for (x, of), whole in zip(pairs, num_heads, strict=True):
+        shape, wide = (len(x), counts[own], whole, x.shape[3]), torch.promote_types(x.dtype, torch.float32)
+        sums.append(sum(high - low for low, high in of) > whole)  # some head was at two ranks
+        found.append(x.new_zeros(shape, dtype=wide) if sums[-1] else x.new_empty(shape))
+    for rank, flat in enumerate(parts):
+        sizes = [row * (stop - start) for row in rows[rank] for start, stop in spans]
+        each = iter(held[own] if rank == own else flat.split(sizes))
+        for made, is_sum, (_, of) in zip(found, sums, pairs, strict=True):
+            at = 0
+            for start, stop in spans:
+                into = made[:, at : at + stop - start, slice(*of[rank])]
+                part = next(each).view(into.shape)
+                into.add_(part) if is_sum else into.copy_(part)
+                at += stop - start
+    return [made.to(x.dtype) for made, x in zip(found, xs_BTHE, strict=True)]
+
+
+Pairs = Sequence[tuple[Tensor, Heads]]
+
+
+def _rows(pairs: Pairs, rank: int) -> list[int]:
+    """Of each tensor the elements of one position of all sequences, heads of that rank."""
+    return [len(x) * (of[rank][1] - of[rank][0]) * x.shape[3] for x, of in pairs]
+
+
+def _exchange(
+    pairs: Pairs, axis: SequenceAxis, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[int], name: str
+) -> list[Tensor]:
+    first, counts = pairs[0][0], axis.counts()
+    most = max(counts) * max(sum(_rows(pairs, rank)) for rank in range(len(counts))) * first.itemsize
+    return axis.exchange_parts(leaving, arriving, first.dtype, most=most, name=name).wait()
 
 
 class _Deal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis, ranges: Any) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.ranges, ctx.heads = axis, ranges, (q.shape[2], k.shape[2])
         queries, keys = [own for own, _ in ranges], [shared for _, shared in ranges]
-        return deal(q, axis, queries), deal(k, axis, keys), deal(v, axis, keys)
+        ctx.axis, ctx.heads, ctx.num_heads = axis, (queries, keys, keys), [x.shape[2] for x in (q, k, v)]
+        return tuple(deal((q, k, v), axis, ctx.heads))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys = [own for own, _ in ctx.ranges], [shared for _, shared in ctx.ranges]
-        num_heads, kv_heads = ctx.heads
-        of_q = collect(q, ctx.axis, queries, num_heads)
-        return of_q, *(collect(x, ctx.axis, keys, kv_heads) for x in (k, v)), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *collect(grads, ctx.axis, ctx.heads, ctx.num_heads), None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, axis: SequenceAxis, ranges: Any) -> Tensor:
         ctx.axis, ctx.ranges = axis, ranges
-        return collect(out, axis, ranges, ranges[-1][1])
+        return collect([out], axis, [ranges], [ranges[-1][1]])[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return deal(grad, ctx.axis, ctx.ranges), None, None
+        return deal([grad], ctx.axis, [ctx.ranges])[0], None, None

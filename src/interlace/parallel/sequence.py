@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,14 +34,17 @@ class SequenceAxis:
 
     def columns(self, rank: int | None = None) -> Tensor:
         """Positions that a rank (this one when None) holds, in the order in which it holds them: int64, on the CPU."""
-        cut = plan.pieces(self.length, self.group.size)
-        held = plan.places(self.group.size, self.group.rank if rank is None else rank)
-        return torch.cat([torch.arange(*cut[place]) for place in held])
+        return torch.cat([torch.arange(*span) for span in self.spans(rank)])
 
-    @cached_property
-    def all_columns(self) -> list[Tensor]:
-        """`columns` of every rank, on the device."""
-        return [self.columns(rank).to(self.group.device) for rank in range(self.group.size)]
+    def spans(self, rank: int | None = None) -> list[plan.Range]:
+        """The same as ranges; pieces side by side are one."""
+        found = list[plan.Range]()
+        for place in plan.places(self.group.size, self.group.rank if rank is None else rank):
+            start, stop = plan.pieces(self.length, self.group.size)[place]
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+        return found
 
     def counts(self) -> list[int]:
         """Positions that each rank holds."""
