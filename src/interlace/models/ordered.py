@@ -16,6 +16,7 @@ FlexAttention takes by itself: no gain.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -35,7 +36,13 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, causal: BlockMask) -> Tensor:
     """softmax(q k^T / sqrt(E) + mask) v: [B T H E].  causal: `causal_blocks` of T."""
     q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-    out: Tensor = _compiled()(q, k, v, block_mask=causal, enable_gqa=k.shape[1] != q.shape[1])
+    grouped = k.shape[1] != q.shape[1]
+    if torch.compiler.is_compiling():  # the block's own compiler makes the kernel
+        out: Tensor = flex_attention(q, k, v, block_mask=causal, enable_gqa=grouped)
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute")  # torch 2.11's compiler looks at it of any tensor
+            out = _compiled()(q, k, v, block_mask=causal, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
@@ -68,14 +75,7 @@ def _not_after(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tenso
     return query >= key
 
 
-_made: Any = None  # not a cached function: the compiler looks behind those
-
-
+@functools.cache
 def _compiled() -> Any:
     """FlexAttention as a kernel.  One for each shape: which is made must not depend on the shapes before."""
-    global _made
-    if torch.compiler.is_compiling():
-        return flex_attention  # the block's own compiler makes it
-    if _made is None:
-        _made = torch.compile(flex_attention, dynamic=False)
-    return _made
+    return torch.compile(flex_attention, dynamic=False)
