@@ -14,7 +14,7 @@ transfer at once (`train/contention.py`).  A GPU at its limit of power runs quic
 difference is taken at the step's own clock: without transfers, the same cycles at the clock that the step with them
 had.  `recording` is the same step without the meter's records: what reporting costs.  `stood` is all the compute stream
 waited for, own work on the side stream too; what is left of the step beyond the serialised form's, `slower than off`,
-is how much slower products run beside transfers and that work.
+is how much slower products run beside transfers and that work.  What was waited for most goes to the standard error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import gc
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,13 @@ def variant(form: str, zero: str, cfg: ModelConfig, groups: Groups, device: torc
 
 
 Figures = tuple[float, float, float, float]
+Waits = Counter[str]  # ms by what was waited for
 
 
-def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device) -> Figures:
+def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.device, waits: Waits) -> Figures:
     """ms a step of this rank, ms that it says it waited, ms its compute stream stood, for its own work too, and GHz.
 
-    The clock is the mean; 1 where there is none.
+    The clock is the mean; 1 where there is none.  waits: more of them are added.
     """
     gc.collect()
     gc.freeze()
@@ -115,6 +117,9 @@ def run(made: Variant, batch: Batch, steps: int, meter: Meter, device: torch.dev
     for record in records:
         if record is not None:
             waited += sum(record.waited().values())
+            for event in record.events(0, begin, 0.0):
+                if event.kind == "wait":
+                    waits[event.name] += 1e3 * (event.end - event.begin) / steps
             stood += sum(max(0.0, between(since, until)) for *_, since, until in record.stalls)
     hertz = clock.hertz(noted, noted_after) or 1e9
     return 1e3 * between(begin, end) / steps, 1e3 * waited / steps, 1e3 * stood / steps, hertz / 1e9
@@ -152,15 +157,16 @@ def main() -> None:
                 made.step(batch)
             found: dict[str, list[Figures]]
             found = {"with": [], "without": [], "unrecorded": [], "serial": []}
+            waits, others = Waits(), Waits()
             for _ in range(given.rounds):
-                found["with"].append(run(made, batch, given.steps, meter, device))
+                found["with"].append(run(made, batch, given.steps, meter, device, waits))
                 with left_out():
-                    found["without"].append(run(made, batch, given.steps, meter, device))
+                    found["without"].append(run(made, batch, given.steps, meter, device, others))
                 meter.at_once = True
-                found["serial"].append(run(made, batch, given.steps, meter, device))
+                found["serial"].append(run(made, batch, given.steps, meter, device, others))
                 meter.at_once = False
                 meter.record = False
-                found["unrecorded"].append(run(made, batch, given.steps, meter, device))
+                found["unrecorded"].append(run(made, batch, given.steps, meter, device, others))
                 meter.record = True
             step, waited, stood, ghz = (statistics.median(column) for column in zip(*found["with"], strict=True))
             bare, _, _, bare_ghz = (statistics.median(column) for column in zip(*found["without"], strict=True))
@@ -171,6 +177,8 @@ def main() -> None:
             everyone = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(everyone, mine)
             rows += [(f"zero{zero}", form, r, *figures.tolist()) for r, figures in enumerate(everyone)]
+            most = [f"{name} {ms / given.rounds:.2f}" for name, ms in waits.most_common(5)]
+            print(f"zero{zero} {form}, rank {rank}, mean ms of a step: {', '.join(most)}", file=sys.stderr, flush=True)
             if rank == 0:
                 table(given, rows, ranks)
             del made
