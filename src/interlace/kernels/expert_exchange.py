@@ -58,7 +58,7 @@ class Tuning:
 
     block: int = 128
     piece: int = 64
-    movers: int = 24
+    movers: int = 32
     programs: int | None = None
     rows: int = 8
     columns: int = 1024
