@@ -53,7 +53,7 @@ def read(paths: Sequence[str | Path]) -> Traced:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The JSON of a trace, plain or gzip."""
+    """The JSON of a trace, plain or gzip; names may hold control characters and bytes that are no text, as some do."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -68,7 +68,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if not data.strip():
         raise DataError(f"{path}: the file is empty: record the trace again", file=str(path))
     try:
-        trace = json.loads(data)
+        trace = json.loads(data.decode(json.detect_encoding(data), errors="replace"), strict=False)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}): give a Chrome trace by torch.profiler", file=str(path)) from None
     if isinstance(trace, list):
@@ -326,6 +326,10 @@ def _ranks(files: Sequence[_File]) -> list[int]:
                 "give it alone",
                 file=file.where,
             )
+    worlds = {size: file.where for file in files if _is_count(size := file.info.get("world_size"))}
+    if len(worlds) > 1:
+        found = " and ".join(f"{size} ({where})" for size, where in worlds.items())
+        raise DataError(f"the traces are of worlds of different sizes, {found}: give those of one run")
     first: dict[int | None, str] = {}
     for file in files:
         if file.rank in first:
