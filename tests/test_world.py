@@ -231,7 +231,9 @@ def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def sign_in(ranks: list[tuple[int, int]], limit: float) -> dict[int, InterlaceError | None]:
+def sign_in(
+    ranks: list[tuple[int, int]], limit: float, same: list[dict[str, str]] | None = None
+) -> dict[int, InterlaceError | None]:
     """What `arrive` says to ranks given as (rank, world size), one thread each over one store."""
     import torch
     from torch.distributed import HashStore
@@ -240,7 +242,8 @@ def sign_in(ranks: list[tuple[int, int]], limit: float) -> dict[int, InterlaceEr
 
     def one(index: int, rank: int, size: int) -> None:
         try:
-            world.arrive(world.World(rank, size, rank, torch.device("cpu"), store, 5.0), limit)
+            alike = None if same is None else same[index]
+            world.arrive(world.World(rank, size, rank, torch.device("cpu"), store, 5.0), limit, same=alike)
             said[index] = None
         except InterlaceError as error:
             said[index] = error
@@ -263,6 +266,10 @@ def test_arrival_names_what_is_wrong() -> None:
     for error in sign_in([(0, 3), (1, 2)], 5).values():
         assert type(error) is ConfigError
         assert "WORLD_SIZE is 3 on rank 0 but 2 on rank 1" in str(error)
+    assert {*sign_in([(1, 2), (0, 2)], 5, [{"a": "1"}, {"a": "1"}]).values()} == {None}
+    for error in sign_in([(0, 3), (1, 3), (2, 3)], 5, [{"a": "1"}, {"a": "1"}, {"a": "2"}]).values():
+        assert type(error) is ConfigError
+        assert str(error) == "the ranks disagree: a is '1' on rank 0 but '2' on rank 2; start all of them alike"
     late = sign_in([(0, 2), (1, 2), (2, 3)], 5)
     assert (late[0], late[1]) == (None, None)
     assert "WORLD_SIZE is 2 on rank 0 but 3 on rank 2" in str(late[2])

@@ -16,7 +16,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -319,11 +319,11 @@ def under_launcher() -> bool:
     return find_place() is not None
 
 
-def join(timeout: float, device: str = "auto") -> World:
+def join(timeout: float, device: str = "auto", same: Mapping[str, str] | None = None) -> World:
     """Join the group this process was started for; without a launcher, a world of one.
 
     `timeout` (seconds) limits the wait for the other ranks and every later wait; `device` is "cpu", "cuda" or
-    "auto" (CUDA when every rank of this machine gets its own GPU).
+    "auto" (CUDA when every rank of this machine gets its own GPU).  same: what every rank must have alike, by name.
     Raises Hang naming missing ranks, ConfigError when ranks disagree or one was started twice, ResourceError.
     """
     found = find_place()
@@ -336,7 +336,7 @@ def join(timeout: float, device: str = "auto") -> World:
     else:
         set_threads(place.local_size)
         store = _open_store(place, timeout)
-    return connect(store, place, here, timeout, timeout, Status())
+    return connect(store, place, here, timeout, timeout, Status(), same)
 
 
 def leave() -> None:
@@ -491,7 +491,15 @@ def _unreached(place: Place, host: str, limit: float, error: OSError) -> str:
     )
 
 
-def connect(store: Store, place: Place, device: torch.device, arrival: float, timeout: float, status: Status) -> World:
+def connect(
+    store: Store,
+    place: Place,
+    device: torch.device,
+    arrival: float,
+    timeout: float,
+    status: Status,
+    same: Mapping[str, str] | None = None,
+) -> World:
     """Wait until every rank is there (`arrival` seconds at most), then open the process group."""
     cuda = device.type == "cuda"
     if cuda:
@@ -501,7 +509,7 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     world = World(place.rank, place.size, place.local_rank, device, store, timeout, status)
     store.set_timeout(timedelta(seconds=timeout))
     world.status(operation="joining the other ranks")
-    arrive(world, arrival, f" at {_address(place)[0]}:{place.port}" if place.port else "")
+    arrive(world, arrival, f" at {_address(place)[0]}:{place.port}" if place.port else "", same)
     with world.waiting("opening the process group"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -514,18 +522,18 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     return world
 
 
-def arrive(world: World, limit: float, where: str = "") -> None:
+def arrive(world: World, limit: float, where: str = "", same: Mapping[str, str] | None = None) -> None:
     """Every rank signs in once; rank 0 compares and publishes its verdict, which all ranks act on alike.
 
-    where: of the store, in words.
+    where: of the store, in words.  same: what every rank must have alike, by name.
     """
     store, deadline = world.store, time.monotonic() + limit
     gpu = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else ""
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-    mine = {"WORLD_SIZE": world.size, "job": job, "torch": torch.__version__}
+    mine = {"WORLD_SIZE": world.size, "job": job, "torch": torch.__version__, **(same or {})}
     own = Process.own()
     me = {"host": socket.gethostname(), **asdict(own), "gpu": gpu, "time": time.time_ns()}
-    record = json.dumps({**mine, **me})
+    record = json.dumps({"same": mine, **me})
     held = store.compare_set(f"interlace/here/{world.rank}", "", record).decode()
     if held != record:
         other = json.loads(held)
@@ -540,8 +548,8 @@ def arrive(world: World, limit: float, where: str = "") -> None:
             if store.check([key := f"interlace/here/{rank}"]):
                 other = json.loads(store.get(key))
                 for name, value in mine.items():
-                    if other[name] != value:
-                        return f"{name} is {value!r} on rank 0 but {other[name]!r} on rank {rank}"
+                    if other["same"].get(name) != value:
+                        return f"{name} is {value!r} on rank 0 but {other['same'].get(name)!r} on rank {rank}"
                 if other["gpu"] and other["gpu"] in {known["gpu"] for known in arrived.values()}:
                     return f"rank {rank} shares its GPU with another rank; give each its own"
                 arrived[rank] = other
@@ -566,7 +574,7 @@ def arrive(world: World, limit: float, where: str = "") -> None:
     if world.rank >= verdict["size"] or world.size != verdict["size"]:
         verdict["wrong"] = f"WORLD_SIZE is {verdict['size']} on rank 0 but {world.size} on rank {world.rank}"
     if verdict["wrong"]:
-        raise ConfigError(f"the ranks disagree: {verdict['wrong']}")
+        raise ConfigError(f"the ranks disagree: {verdict['wrong']}; start all of them alike")
     if verdict["missing"]:
         raise Hang(
             f"ranks missing: {verdict['missing']} of {world.size} did not arrive{where} within {limit:g} s",
