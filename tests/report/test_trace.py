@@ -305,6 +305,7 @@ GOOD = json.dumps(ranked(0, kernel(GEMM, 0, 10), collective(10, 2))).encode()
         (b"{}", r"no list 'traceEvents'"),
         (b'{"traceEvents": {}}', r"no list 'traceEvents'"),
         (b"3", r"no list 'traceEvents'"),
+        (json.dumps(trace(kernel(GEMM, float("nan"), 1))).encode(), r"none of its 1 GPU events has a usable begin and"),
         (b'{"traceEvents": []}', r"no GPU events among its 0"),
         (json.dumps(trace(span("cpu_op", "aten::mm", 0, 1))).encode(), r"no GPU events among its 1: profile on a GPU"),
     ],

@@ -116,6 +116,11 @@ class _File:
         entries = [entry for entry in trace["traceEvents"] if _is_timed(entry)]
         self.device = [entry for entry in entries if _is_device(entry)]
         self.broken = sum(map(_is_device, trace["traceEvents"])) - len(self.device)
+        if self.broken and not self.device:
+            raise DataError(
+                f"{where}: none of its {self.broken} GPU events has a usable begin and length: record the trace again",
+                file=where,
+            )
         if not self.device:
             raise DataError(
                 f"{where}: no GPU events among its {len(trace['traceEvents'])}: profile on a GPU, with "
