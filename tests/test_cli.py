@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import runs
 from clock import limit
 from interlace.cli import app
+from interlace.cli.train import alike
 from interlace.launch import run_local
 from interlace.train import loop
 from test_launch import alive, children, free_port, until
@@ -253,6 +255,30 @@ def test_torchrun_says_a_refusal_once(file: str, tmp_path: Path) -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert err.count('interlace: the parallel plan "dp=3" needs 3 ranks, found 2') == 1
+
+
+@pytest.mark.ranks
+def test_ranks_of_other_run_files_are_refused(file: str, tmp_path: Path) -> None:
+    """They trained on, each at its own rate."""
+    script = tmp_path / "start.sh"
+    other = "--set train.learning_rate=0.5"
+    script.write_text(f'[ "$RANK" = 0 ] || set -- "$@" {other}\nexec {sys.executable} -m interlace "$@"\n')
+    command = (*TORCHRUN[:-2], "--no-python", "sh", str(script))
+    process = start(tmp_path, "train", file, "--set", "train.learning_rate=0.25", command=command)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    said = "the ranks disagree: train.learning_rate is '0.25' on rank 0 but '0.5' on rank 1; start all of them alike"
+    assert f"interlace: {said} [ILC-2001]\n" in err
+
+
+def test_every_key_of_a_run_is_compared_but_where_its_data_lie(tmp_path: Path) -> None:
+    cfg = runs.config(tmp_path)
+    keys = {name.partition(".")[0]: name for name in alike(cfg)}
+    assert set(keys) == {"model", "data", "train", "run", "parallel"}
+    assert alike(replace(cfg, data=replace(cfg.data, source="elsewhere"))) == alike(cfg)
+    for section, change in (("train", {"clip": 0.5}), ("run", {"seed": 7}), ("data", {"shuffle": False}),
+                            ("plan", {"zero": 2})):  # fmt: skip
+        assert alike(replace(cfg, **{section: replace(getattr(cfg, section), **change)})) != alike(cfg)
 
 
 @pytest.mark.ranks

@@ -20,7 +20,7 @@ from interlace.models.moe import experts
 from interlace.models.vocabulary import vocabulary_loss
 from interlace.parallel.expert import ExpertAxis, SplitDispatch
 from interlace.plan.fit import check, nearest_plans
-from interlace.plan.memory import block_activations, estimate, gib, micro_batching
+from interlace.plan.memory import apart, block_activations, estimate, gib, micro_batching
 from interlace.plan.stages import contradiction, table_of
 from interlace.schedule import FORMS, generate, lower
 from interlace.spec import total_parameters
@@ -354,6 +354,8 @@ def test_micro_batches_of_an_uneven_batch() -> None:
 
 def test_sizes_read_well() -> None:
     assert [gib(n) for n in (512, 3 << 20, 5 * GIB // 2)] == ["0.5 KiB", "3.0 MiB", "2.5 GiB"]
+    assert apart(2 * GIB, GIB) == ("2.0 GiB", "1.0 GiB")
+    assert apart(2 * GIB + 5000, 2 * GIB) == ("2,147,488,648 bytes", "2,147,483,648 bytes")
 
 
 # --- activations against autograd ----------------------------------------------------------------------------------

@@ -167,6 +167,37 @@ def test_windows_of_qwen3() -> None:
     assert (everywhere.sliding_window, everywhere.window_layers) == (9, None)
 
 
+def test_null_is_what_transformers_makes_of_it() -> None:
+    """As many heads of keys as of queries, whatever the type has where the key is absent; and all features turn."""
+    mixtral = LLAMA | {"model_type": "mixtral", "num_attention_heads": 12}
+    assert from_hf(mixtral | {"num_key_value_heads": None}).num_kv_heads == 12
+    glm = LLAMA | {"model_type": "glm4_moe", "head_dim": 12}
+    assert from_hf(glm | {"partial_rotary_factor": None}).rotary_dim == 0
+    assert from_hf(LLAMA | {"partial_rotary_factor": None}).rotary_dim == 0
+
+
+def test_two_rotary_tables_that_agree_are_one() -> None:
+    table = {"rope_type": "linear", "factor": 2.0}
+    one = from_hf(LLAMA | {"rope_theta": 500.0, "rope_scaling": table})
+    both = {"rope_theta": 500.0, "rope_scaling": table, "rope_parameters": table | {"rope_theta": 500.0}}
+    assert from_hf(LLAMA | both) == one
+
+
+def test_layer_types_that_say_what_the_window_says() -> None:
+    for change in ({}, {"model_type": "mixtral"}, {"model_type": "glm4_moe"}, {"model_type": "qwen3_moe"}):
+        plain = LLAMA | {"num_key_value_heads": 6} | change
+        assert from_hf(plain | {"layer_types": ["full_attention"] * 3}) == from_hf(plain)
+    windowed = LLAMA | {"model_type": "mixtral", "sliding_window": 9}
+    assert from_hf(windowed | {"layer_types": ["sliding_attention"] * 3}) == from_hf(windowed)
+
+
+def test_experts_by_their_other_name() -> None:
+    renamed = LLAMA | DOTS1 | {"num_local_experts": DOTS1["n_routed_experts"]}
+    del renamed["n_routed_experts"]
+    assert from_hf(renamed) == from_hf(LLAMA | DOTS1)
+    assert from_hf(LLAMA | {"model_type": "glm4_moe", "num_local_experts": 16}).num_experts == 16
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +239,26 @@ def test_windows_of_qwen3() -> None:
             "router_jitter_noise must be 0 or absent, found 0.1",
         ),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"'),
+        ({"layer_types": ["chunked_attention"] * 3}, 'found "chunked_attention"'),
+        ({"layer_types": "full_attention"}, 'layer_types must be a list, found "full_attention"'),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types must name 3 layers, found 2"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "sliding_attention for 1 of 3 layers, where model_type llama has no window in every layer",
+        ),
+        (
+            {"model_type": "mixtral", "sliding_window": 9, "layer_types": ["full_attention"] * 3},
+            "for 0 of 3 layers, where model_type mixtral has a window of 9 in every layer: remove layer_types",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor turns 2 of 4 features, where model_type llama turns all of them",
+        ),
+        ({"is_causal": False}, "is_causal must be true or absent, found false"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 500.0}},
+            "rope_scaling and rope_parameters say different things",
+        ),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], sentence: str) -> None:

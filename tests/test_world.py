@@ -231,7 +231,9 @@ def test_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def sign_in(ranks: list[tuple[int, int]], limit: float) -> dict[int, InterlaceError | None]:
+def sign_in(
+    ranks: list[tuple[int, int]], limit: float, same: list[dict[str, str]] | None = None
+) -> dict[int, InterlaceError | None]:
     """What `arrive` says to ranks given as (rank, world size), one thread each over one store."""
     import torch
     from torch.distributed import HashStore
@@ -240,7 +242,8 @@ def sign_in(ranks: list[tuple[int, int]], limit: float) -> dict[int, InterlaceEr
 
     def one(index: int, rank: int, size: int) -> None:
         try:
-            world.arrive(world.World(rank, size, rank, torch.device("cpu"), store, 5.0), limit)
+            alike = None if same is None else same[index]
+            world.arrive(world.World(rank, size, rank, torch.device("cpu"), store, 5.0), limit, same=alike)
             said[index] = None
         except InterlaceError as error:
             said[index] = error
@@ -263,6 +266,10 @@ def test_arrival_names_what_is_wrong() -> None:
     for error in sign_in([(0, 3), (1, 2)], 5).values():
         assert type(error) is ConfigError
         assert "WORLD_SIZE is 3 on rank 0 but 2 on rank 1" in str(error)
+    assert {*sign_in([(1, 2), (0, 2)], 5, [{"a": "1"}, {"a": "1"}]).values()} == {None}
+    for error in sign_in([(0, 3), (1, 3), (2, 3)], 5, [{"a": "1"}, {"a": "1"}, {"a": "2"}]).values():
+        assert type(error) is ConfigError
+        assert str(error) == "the ranks disagree: a is '1' on rank 0 but '2' on rank 2; start all of them alike"
     late = sign_in([(0, 2), (1, 2), (2, 3)], 5)
     assert (late[0], late[1]) == (None, None)
     assert "WORLD_SIZE is 2 on rank 0 but 3 on rank 2" in str(late[2])
@@ -273,7 +280,13 @@ def test_arrival_names_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[003-007,12]", "gpu003"), ("a1,b2", "a1"), ("login", "login"), ("n[7,9]-ib", "n7-ib")],
+    [
+        ("gpu[003-007,12]", "gpu003"),
+        ("a1,b2", "a1"),
+        ("login", "login"),
+        ("n[7,9]-ib", "n7-ib"),
+        ("rack[1-2]node[03-04],x1", "rack1node03"),
+    ],
 )
 def test_slurm_places(nodes: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2",
@@ -287,11 +300,62 @@ def test_slurm_places(nodes: str, host: str, monkeypatch: pytest.MonkeyPatch) ->
     assert world.find_place() is None
 
 
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NODELIST": "n[1-3]"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("node", "tasks", "count"), [("0", "3(x2),1", 3), ("2", "3(x2),1", 1), ("1", "2,4,1", 4), ("3", "2,4,1", 0)]
+)
+def test_tasks_of_a_slurm_node(node: str, tasks: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (STEP | {"SLURM_NODEID": node, "SLURM_TASKS_PER_NODE": tasks}).items():
+        monkeypatch.setenv(name, value)
+    place = world.find_place()
+    assert place is not None
+    assert place.local_size == count
+
+
+def test_a_slurm_step_of_one_task_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert world.find_place() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST names no node; set MASTER_ADDR"),
+        ({"SLURM_TASKS_PER_NODE": "two"}, 'numbers as in "8\\(x2\\),4", found "two"'),
+        ({"SLURM_PROCID": "7"}, "rank 7 does not exist in a world of 7; check SLURM_PROCID and SLURM_STEP_NUM_TASKS"),
+        ({"SLURM_LOCALID": "x"}, "no number in SLURM_LOCALID=x"),
+    ],
+)
+def test_a_broken_step_of_slurm_is_explained(
+    change: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (STEP | change).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        world.find_place()
+
+
+def test_a_launcher_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would start all ranks."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE is 4, .* start them with torchrun or srun"):
+        world.find_place()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert world.find_place() is None
+
+
 def test_a_broken_environment_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="RANK is set but WORLD_SIZE is not"):
         launch.under_launcher()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR is not"):
+        launch.under_launcher()
+    monkeypatch.setenv("MASTER_ADDR", "")
     with pytest.raises(ConfigError, match="MASTER_ADDR is not"):
         launch.under_launcher()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

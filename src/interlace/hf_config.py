@@ -21,6 +21,8 @@ from interlace.errors import ConfigError, nearest
 from interlace.model_config import ModelConfig, RopeScaling
 
 MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
+QWEN = ("qwen3", "qwen2_moe", "qwen3_moe")
+PER_LAYER = ("qwen3", "qwen2_moe", "dots1")  # whose layers have windows of their own
 BIASED = ("dots1", "glm4_moe")  # with the router of DeepSeek-V3
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # known, and refused for their attention
 ARCHITECTURES = {
@@ -76,6 +78,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
+# Where null is not as good as absent: no window, as many heads of keys as of queries, all features of a head turn.
+NULL = ("sliding_window", "num_key_value_heads", "partial_rotary_factor")
 # Keys that change training alone, and that no config.json holds for every model type.
 TRAINING = ("dropout", "router_aux_loss", "router_z_loss", "router_bias_rate", "router_fp32", "capacity_factor")
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -147,9 +151,12 @@ def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfi
             f"{where}: model_type must be one of {', '.join(MODEL_TYPES)}, found {json.dumps(kind)}"
             + (f"; nearest is {near}" if near else "")
         )
-    # null means absent, except for the window, where it means none
-    given = _DEFAULTS[kind] | {k: value for k, value in config.items() if value is not None or k == "sliding_window"}
-    required = (*_REQUIRED, "n_routed_experts", "num_experts_per_tok") if kind == "dots1" else _REQUIRED
+    given = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None or key in NULL}
+    required: tuple[str, ...] = (
+        (*_REQUIRED, "n_routed_experts", "num_experts_per_tok") if kind == "dots1" else _REQUIRED
+    )
+    if "num_local_experts" in given:  # another name
+        required = tuple(key for key in required if key != "n_routed_experts")
     if missing := [key for key in required if key not in given]:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     _refuse(given, where)
@@ -166,6 +173,8 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
         ("hidden_act", ("silu", "swish")),
         ("moe_layer_freq", (1,)),
         ("router_jitter_noise", (0, 0.0)),
+        ("is_causal", (True,)),
+        ("use_bidirectional_attention", (False,)),
         ("quantization_config", ({},)),
     ):
         if key in given and given[key] not in allowed:
@@ -181,7 +190,7 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_layers": given["num_hidden_layers"],
         "num_heads": heads,
-        "num_kv_heads": given.get("num_key_value_heads", heads),
+        "num_kv_heads": heads if given.get("num_key_value_heads") is None else given["num_key_value_heads"],
         "head_dim": given["head_dim"] if "head_dim" in given else _head_dim(hidden, heads, where),
         "ffn_size": given["intermediate_size"],
         "norm_eps": given["rms_norm_eps"],
@@ -198,8 +207,7 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
     if kind == "llama":
         dims["mlp_bias"] = given.get("mlp_bias", False)
-    elif kind != "glm4_moe":
-        dims |= _window(kind, given, where)
+    dims |= _window(kind, given, where)
     if kind in ("qwen3", "qwen3_moe", "dots1"):
         dims["qk_norm"] = True
     if kind == "glm4_moe":
@@ -210,7 +218,7 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         dims |= _experts(kind, given)
     if "num_experts" in dims:
         dims["dense_layers"] = _dense_layers(kind, given, where)
-    return dims | _rope(given, where, dims["head_dim"])
+    return dims | _rope(kind, given, where, dims["head_dim"])
 
 
 def _head_dim(hidden: Any, heads: Any, where: str) -> int:
@@ -240,7 +248,7 @@ def _experts(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def _biased_experts(given: Mapping[str, Any]) -> dict[str, Any]:
     """Experts behind the router of DeepSeek-V3."""
     return {
-        "num_experts": given["n_routed_experts"],
+        "num_experts": given.get("num_local_experts", given.get("n_routed_experts")),
         "experts_per_token": given["num_experts_per_tok"],
         "expert_ffn_size": given["moe_intermediate_size"],
         "norm_topk": given.get("norm_topk_prob", False),
@@ -275,12 +283,15 @@ def _dense_layers(kind: str, given: Mapping[str, Any], where: str) -> tuple[int,
 
 def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Sliding window: mixtral by its size alone, qwen types behind `use_sliding_window`, per layer in qwen3 and dots1,
-    and by layer types alone in qwen2_moe."""
-    is_on = kind in ("mixtral", "dots1") or given.get("use_sliding_window", False)
+    and by layer types alone in qwen2_moe.
+
+    In `transformers` other types than these three never look at layer types: where they say otherwise than the window,
+    nobody knows what the weights were trained with.
+    """
+    is_on = kind in ("mixtral", "dots1") or (kind in QWEN and given.get("use_sliding_window", False))
     size = given.get("sliding_window", None if kind == "mixtral" else 4096) if is_on else None
-    layers = given.get("layer_types")
+    layers, count = given.get("layer_types"), given["num_hidden_layers"]
     if layers is None:
-        count = given["num_hidden_layers"]
         if size is not None and kind == "qwen2_moe":
             raise ConfigError(f"{where}: use_sliding_window of model_type qwen2_moe needs layer_types, found none")
         if size is None or kind not in ("qwen3", "dots1") or not isinstance(count, int):
@@ -288,26 +299,55 @@ def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         first = given.get("max_window_layers", 28 if kind == "qwen3" else 62)
         windowed = tuple(range(first, count))
     else:
-        if bad := [name for name in layers if name not in ("full_attention", "sliding_attention")]:
+        windowed = _windowed(layers, count, where)
+        if kind not in PER_LAYER and len(windowed) != (count if size is not None else 0):
+            form = f"a window of {json.dumps(size)}" if size is not None else "no window"
             raise ConfigError(
-                f"{where}: layer_types may hold full_attention and sliding_attention, found {json.dumps(bad[0])}"
+                f"{where}: layer_types names sliding_attention for {len(windowed)} of {count} layers, where model_type "
+                f"{kind} has {form} in every layer: remove layer_types, or take a model_type that reads it "
+                f"({', '.join(PER_LAYER)})"
             )
-        if len(layers) != given["num_hidden_layers"]:
-            raise ConfigError(
-                f"{where}: layer_types must name {given['num_hidden_layers']} layers, found {len(layers)}"
-            )
-        windowed = tuple(i for i, name in enumerate(layers) if name == "sliding_attention")
         if windowed and size is None:
             raise ConfigError(f"{where}: layer_types names sliding_attention, but sliding_window is off")
     if not windowed or size is None:
         return {"sliding_window": None}
-    return {"sliding_window": size, "window_layers": None if len(windowed) == given["num_hidden_layers"] else windowed}
+    return {"sliding_window": size, "window_layers": None if len(windowed) == count else windowed}
 
 
-def _rope(given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
+def _windowed(layers: Any, count: Any, where: str) -> tuple[int, ...]:
+    """The layers that `layer_types` gives a window."""
+    if not isinstance(layers, list):
+        raise ConfigError(f"{where}: layer_types must be a list, found {json.dumps(layers)}")
+    if bad := [name for name in layers if name not in ("full_attention", "sliding_attention")]:
+        raise ConfigError(
+            f"{where}: layer_types may hold full_attention and sliding_attention, found {json.dumps(bad[0])}"
+        )
+    if len(layers) != count:
+        raise ConfigError(f"{where}: layer_types must name {json.dumps(count)} layers, found {len(layers)}")
+    return tuple(i for i, name in enumerate(layers) if name == "sliding_attention")
+
+
+def _rope(kind: str, given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
     """rope_theta, rope_scaling and rotary_dim, from `rope_scaling` (keys "rope_type" or the older "type") or
-    `rope_parameters`."""
-    name = "rope_parameters" if given.get("rope_parameters") else "rope_scaling"
+    `rope_parameters`, which must agree where both are there."""
+    found = [_rotary(name, given, where, head_dim) for name in ("rope_scaling", "rope_parameters") if given.get(name)]
+    if len(found) == 2 and found[0] != found[1]:
+        raise ConfigError(
+            f"{where}: rope_scaling and rope_parameters say different things, found "
+            f"{json.dumps(given['rope_scaling'])} and {json.dumps(given['rope_parameters'])}: remove the one that the "
+            "weights were not trained with"
+        )
+    dims = found[0] if found else _rotary("rope_scaling", given, where, head_dim)
+    if "rotary_dim" in dims and kind != "glm4_moe":
+        raise ConfigError(
+            f"{where}: partial_rotary_factor turns {dims['rotary_dim']} of {head_dim} features, where model_type "
+            f"{kind} turns all of them: remove it, or take model_type glm4_moe if the weights were trained so"
+        )
+    return dims
+
+
+def _rotary(name: str, given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
+    """The same of one of the two keys."""
     table = given.get(name) or {}
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where}: {name} must be an object, found {json.dumps(table)}")
@@ -339,6 +379,8 @@ def _rope(given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]
 
 def _rotary_dim(factor: Any, head_dim: int, where: str) -> dict[str, Any]:
     """How many features of a head turn, where not all do."""
+    if factor is None:
+        return {}
     if not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigError(f"{where}: partial_rotary_factor must be above 0 and at most 1, found {json.dumps(factor)}")
     turning = int(head_dim * factor)

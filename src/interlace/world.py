@@ -16,7 +16,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -233,39 +233,42 @@ NUMBERS = (
     "MASTER_PORT",
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_ID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_JOB_ID",
 )
+SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # launchers that are not known
 
 
 def find_place() -> Place | None:
-    """This process's place as torchrun or SLURM's srun put it into the environment; None without either."""
+    """This process's place as torchrun or SLURM's srun put it into the environment; None without either.
+
+    A step of one task is none: an interactive shell of SLURM is one, in which a run starts its own ranks.
+    """
     env = os.environ
-    slurm = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
+    slurm = all(name in env for name in SLURM) and env["SLURM_STEP_NUM_TASKS"] != "1"
     torchrun = "RANK" in env and "WORLD_SIZE" in env
     if not torchrun and not slurm:
         if "RANK" in env or "WORLD_SIZE" in env:
             there, gone = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
             raise ConfigError(f"{there} is set but {gone} is not; start through torchrun, or unset {there}")
+        if many := [name for name in MPI if env.get(name, "1") != "1"]:
+            raise ConfigError(
+                f"{many[0]} is {env[many[0]]}, so this is one of the processes of an MPI launcher, which is not known "
+                f"here; start them with torchrun or srun, or unset {many[0]}"
+            )
         return None
     try:
-        if torchrun:
-            size = int(env["WORLD_SIZE"])
-            local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "0"))
-            place = Place(int(env["RANK"]), size, *local, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
-        else:
-            size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "1"))
-            first = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", env.get("SLURM_STEP_NODELIST", LOOPBACK))
-            host = env.get("MASTER_ADDR") or "".join(part or "" for part in (first.groups() if first else ()))
-            number = 31 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
-            port = int(env.get("MASTER_PORT", 20000 + number % 10000))  # below the ephemeral ports
-            local_size = size if nodes == 1 else int(env.get("SLURM_TASKS_PER_NODE", "0").split("(")[0].split(",")[0])
-            place = Place(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", "0")), local_size, host, port)
-    except KeyError as error:
-        raise ConfigError(f"RANK and WORLD_SIZE are set but {error.args[0]} is not; start through torchrun") from error
+        place = _of_torchrun() if torchrun else _of_slurm()
     except ValueError as error:
-        words = [f"{name}={env[name]}" for name in NUMBERS if not env.get(name, "0").lstrip("-").isdigit()]
+        words = [f"{name}={env[name]}" for name in NUMBERS if not env.get(name, "0").strip().lstrip("-").isdigit()]
         raise ConfigError(f"the launcher's environment holds no number in {', '.join(words) or error}") from error
+    names = ("RANK", "WORLD_SIZE") if torchrun else ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if not 0 <= place.rank < place.size:
-        raise ConfigError(f"rank {place.rank} does not exist in a world of {place.size}; check RANK and WORLD_SIZE")
+        raise ConfigError(f"rank {place.rank} does not exist in a world of {place.size}; check {' and '.join(names)}")
     if torchrun and place.local_size and not 0 <= place.local_rank < place.local_size <= place.size:
         raise ConfigError(
             f"rank {place.local_rank} of {place.local_size} on this machine does not exist in a world of {place.size}; "
@@ -276,16 +279,51 @@ def find_place() -> Place | None:
     return place
 
 
+def _of_torchrun() -> Place:
+    env = os.environ
+    if gone := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
+        raise ConfigError(f"RANK and WORLD_SIZE are set but {gone[0]} is not; start through torchrun")
+    local = int(env.get("LOCAL_RANK", "0")), int(env.get("LOCAL_WORLD_SIZE", "0"))
+    return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), *local, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+
+
+def _of_slurm() -> Place:
+    env = os.environ
+    size, nodes = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_STEP_NUM_NODES", "1"))
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", env.get("SLURM_STEP_NODELIST", ""))  # up to a comma outside of brackets
+    named = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
+    host = env.get("MASTER_ADDR") or named or (LOOPBACK if nodes == 1 else "")
+    if not host:
+        raise ConfigError(
+            f"SLURM_STEP_NUM_NODES is {nodes} but SLURM_STEP_NODELIST names no node; set MASTER_ADDR to rank 0's host"
+        )
+    number = 31 * int(env.get("SLURM_JOB_ID", "0")) + int(env["SLURM_STEP_ID"])
+    port = int(env.get("MASTER_PORT", 20000 + number % 10000))  # below the ephemeral ports
+    local_size = size if nodes == 1 else _tasks_here()
+    return Place(int(env["SLURM_PROCID"]), size, int(env.get("SLURM_LOCALID", "0")), local_size, host, port)
+
+
+def _tasks_here() -> int:
+    """SLURM's tasks on this node, from "8(x2),4": eight on each of the first two, four on the third; 0 if unknown."""
+    env = os.environ
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or "0"
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise ConfigError(f'SLURM_TASKS_PER_NODE must be numbers as in "8(x2),4", found "{text}"; start through srun')
+    each = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    node = int(env.get("SLURM_NODEID", "0"))
+    return each[node] if 0 <= node < len(each) else 0
+
+
 def under_launcher() -> bool:
     """Whether torchrun or SLURM's srun started this process as one of its ranks."""
     return find_place() is not None
 
 
-def join(timeout: float, device: str = "auto") -> World:
+def join(timeout: float, device: str = "auto", same: Mapping[str, str] | None = None) -> World:
     """Join the group this process was started for; without a launcher, a world of one.
 
     `timeout` (seconds) limits the wait for the other ranks and every later wait; `device` is "cpu", "cuda" or
-    "auto" (CUDA when every rank of this machine gets its own GPU).
+    "auto" (CUDA when every rank of this machine gets its own GPU).  same: what every rank must have alike, by name.
     Raises Hang naming missing ranks, ConfigError when ranks disagree or one was started twice, ResourceError.
     """
     found = find_place()
@@ -298,7 +336,7 @@ def join(timeout: float, device: str = "auto") -> World:
     else:
         set_threads(place.local_size)
         store = _open_store(place, timeout)
-    return connect(store, place, here, timeout, timeout, Status())
+    return connect(store, place, here, timeout, timeout, Status(), same)
 
 
 def leave() -> None:
@@ -453,7 +491,15 @@ def _unreached(place: Place, host: str, limit: float, error: OSError) -> str:
     )
 
 
-def connect(store: Store, place: Place, device: torch.device, arrival: float, timeout: float, status: Status) -> World:
+def connect(
+    store: Store,
+    place: Place,
+    device: torch.device,
+    arrival: float,
+    timeout: float,
+    status: Status,
+    same: Mapping[str, str] | None = None,
+) -> World:
     """Wait until every rank is there (`arrival` seconds at most), then open the process group."""
     cuda = device.type == "cuda"
     if cuda:
@@ -463,7 +509,7 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     world = World(place.rank, place.size, place.local_rank, device, store, timeout, status)
     store.set_timeout(timedelta(seconds=timeout))
     world.status(operation="joining the other ranks")
-    arrive(world, arrival, f" at {_address(place)[0]}:{place.port}" if place.port else "")
+    arrive(world, arrival, f" at {_address(place)[0]}:{place.port}" if place.port else "", same)
     with world.waiting("opening the process group"):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -476,18 +522,18 @@ def connect(store: Store, place: Place, device: torch.device, arrival: float, ti
     return world
 
 
-def arrive(world: World, limit: float, where: str = "") -> None:
+def arrive(world: World, limit: float, where: str = "", same: Mapping[str, str] | None = None) -> None:
     """Every rank signs in once; rank 0 compares and publishes its verdict, which all ranks act on alike.
 
-    where: of the store, in words.
+    where: of the store, in words.  same: what every rank must have alike, by name.
     """
     store, deadline = world.store, time.monotonic() + limit
     gpu = str(torch.cuda.get_device_properties(world.device).uuid) if world.device.type == "cuda" else ""
     job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-    mine = {"WORLD_SIZE": world.size, "job": job, "torch": torch.__version__}
+    mine = {"WORLD_SIZE": world.size, "job": job, "torch": torch.__version__, **(same or {})}
     own = Process.own()
     me = {"host": socket.gethostname(), **asdict(own), "gpu": gpu, "time": time.time_ns()}
-    record = json.dumps({**mine, **me})
+    record = json.dumps({"same": mine, **me})
     held = store.compare_set(f"interlace/here/{world.rank}", "", record).decode()
     if held != record:
         other = json.loads(held)
@@ -502,8 +548,8 @@ def arrive(world: World, limit: float, where: str = "") -> None:
             if store.check([key := f"interlace/here/{rank}"]):
                 other = json.loads(store.get(key))
                 for name, value in mine.items():
-                    if other[name] != value:
-                        return f"{name} is {value!r} on rank 0 but {other[name]!r} on rank {rank}"
+                    if other["same"].get(name) != value:
+                        return f"{name} is {value!r} on rank 0 but {other['same'].get(name)!r} on rank {rank}"
                 if other["gpu"] and other["gpu"] in {known["gpu"] for known in arrived.values()}:
                     return f"rank {rank} shares its GPU with another rank; give each its own"
                 arrived[rank] = other
@@ -528,7 +574,7 @@ def arrive(world: World, limit: float, where: str = "") -> None:
     if world.rank >= verdict["size"] or world.size != verdict["size"]:
         verdict["wrong"] = f"WORLD_SIZE is {verdict['size']} on rank 0 but {world.size} on rank {world.rank}"
     if verdict["wrong"]:
-        raise ConfigError(f"the ranks disagree: {verdict['wrong']}")
+        raise ConfigError(f"the ranks disagree: {verdict['wrong']}; start all of them alike")
     if verdict["missing"]:
         raise Hang(
             f"ranks missing: {verdict['missing']} of {world.size} did not arrive{where} within {limit:g} s",

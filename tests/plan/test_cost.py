@@ -295,5 +295,7 @@ def test_the_command_ranks_layouts_and_refuses_mistakes(tmp_path: Path) -> None:
     assert none.exit_code != 0
     assert "layouts runs on 2 x h200" in none.stderr
     assert "found 1.0 GiB" in none.stderr
+    many = run(*given, "--parallel", "micro_batches=100")  # and not of schedules that nobody asked for
+    assert 'nearest, "dp=2 zero=1 micro_batches=100" asks for 100 micro-batches, found 4 sequences' in many.stderr
     assert "use h200" in run(*given, "--gpu", "h20").stderr
     assert "tpp" in run(*given, "--parallel", "tpp=2").stderr

@@ -30,6 +30,19 @@ COMM = [
     "put_signal_kernel",
     "myAllGatherPush",
     "mscclpp::allreduce",
+    "mscclKernel_Sum_half_Simple",
+    "ncclSymkDevKernel_AllReduce_AGxLL_R_sum_bf16",
+    "void ncclSymkDevKernel_AllGather_LLMC",
+    "void hybrid_ep::dispatch_kernel<hybrid_ep::Tokens, 8>(int)",
+    "void nixl_ep::dispatch<true, 7168>(void*)",
+    "void mori::moe::EpDispatchIntraNodeKernel<__hip_bfloat16>(mori::moe::Args)",
+    "mori::moe::EpCombineInterNodeKernel",
+    "userbuffers_fp16_sum_inplace_gpu_rr_rs_oop_fp8",
+    "kuserbuffers_pushrecv",
+    "void tensorrt_llm::kernels::moeAlltoAllKernel<4>(int)",
+    "moe_a2a_dispatch_kernel",
+    "moeA2ACombineKernel",
+    "AllreduceLamport",
 ]
 FUSED = [
     "gemm_rs_kernel_persistent",
@@ -37,6 +50,7 @@ FUSED = [
     "ag_gemm_consumer",
     "all_gather_matmul_kernel",
     "cutlass_gemm_allreduce",
+    "void cutlass::gemm_rs<cute::SM90_64x128x16_F32BF16BF16_SS<0, 1>>(int)",
 ]
 COMPUTE = [
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps>>(int)",
@@ -54,6 +68,11 @@ COMPUTE = [
     "splitKreduce_kernel<32, 16, int, float>",
     "moe_align_block_size_kernel",
     "_rows",
+    "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
+    "triton_red_fused__to_copy_add_all_reduce_mean_mul_pow_rsqrt_wait_tensor_1",
+    "triton_tem_fused_mm_reduce_scatter_tensor_0",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::SM90_64x128x16_F32BF16BF16_RS<0, 1>>>(int)",
+    "void cutlass::device_kernel<cutlass::gemm::Mma<cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<1, 1>>>(int)",
 ]
 UNKNOWN = ["reduce_segments", "magic", "small_reduce", "_sum_bitmatrix_rows", "stagger_kernel", "k"]
 

@@ -305,6 +305,7 @@ GOOD = json.dumps(ranked(0, kernel(GEMM, 0, 10), collective(10, 2))).encode()
         (b"{}", r"no list 'traceEvents'"),
         (b'{"traceEvents": {}}', r"no list 'traceEvents'"),
         (b"3", r"no list 'traceEvents'"),
+        (json.dumps(trace(kernel(GEMM, float("nan"), 1))).encode(), r"none of its 1 GPU events has a usable begin and"),
         (b'{"traceEvents": []}', r"no GPU events among its 0"),
         (json.dumps(trace(span("cpu_op", "aten::mm", 0, 1))).encode(), r"no GPU events among its 1: profile on a GPU"),
     ],
@@ -329,6 +330,13 @@ def test_files_are_read_plain_or_packed(tmp_path: Path) -> None:
         read([tmp_path / "none.json"])
 
 
+def test_names_that_are_no_proper_text(tmp_path: Path) -> None:
+    """A control character, as of a kernel's source, and a byte that is no UTF-8."""
+    path = tmp_path / "a.json"
+    path.write_bytes(GOOD.replace(GEMM.encode(), b"gemm\tof\n\xff"))
+    assert [event.kind for event in read([path]).events] == ["compute", "comm", "compute"]
+
+
 def test_files_that_cannot_be_laid_together() -> None:
     one = ranked(0, kernel(GEMM, 0, 1))
     with pytest.raises(DataError, match=r"1.json: it has no distributedInfo, so it cannot be laid beside"):
@@ -337,6 +345,8 @@ def test_files_that_cannot_be_laid_together() -> None:
         read_all(one, trace(kernel(GEMM, 0, 1), distributedInfo={"backend": "nccl"}))
     with pytest.raises(DataError, match=r"1.json and 0.json are both of rank 0"):
         read_all(one, one)
+    with pytest.raises(DataError, match=r"worlds of different sizes, 2 \(0.json\) and 4 \(1.json\): give those of one"):
+        read_all(one, ranked(1, kernel(GEMM, 0, 1), world=4))
     with pytest.raises(DataError, match=r"1.json: holds 2 devices"):
         read_all(one, ranked(1, kernel(GEMM, 0, 1), kernel(GEMM, 0, 1, device=1)))
 

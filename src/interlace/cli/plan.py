@@ -79,7 +79,8 @@ def plan(
                 command = ["interlace", "train", *model, *(part for word in words for part in ("--set", word))]
                 print(f'{shlex.join(command)} --parallel "{found.choices[0].plan}"')
         if not found.choices:
-            near = min(found.refusals, key=lambda refusal: not refusal.lacks_memory)
+            # of those that no GPU has room for, else of the plans with the fewest keys
+            near = min(found.refusals, key=lambda one: (not one.lacks_memory, len(str(one.example).split())))
             nearest = f'nearest, "{near.example}" {near.reason}'
             raise errors.PlanError(f"none of {found.tried} layouts runs on {gpus} x {topology.name}: {nearest}")
         drawn = found.choices[: DRAWN if out else 1] if out or events else ()

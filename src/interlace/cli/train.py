@@ -67,7 +67,7 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
     from interlace import launch
     from interlace.train.loop import run as rank_run
 
-    world = launch.join(cfg.run.timeout, device)
+    world = launch.join(cfg.run.timeout, device, {**alike(cfg), "--resume": argument["resume"]})
     with launch.told_to_end(world) as speaks_for_itself:
         try:
             rank_run(world, **argument)
@@ -79,6 +79,18 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
             raise said from error
         finally:
             launch.leave()
+
+
+def alike(cfg: Config) -> dict[str, str]:
+    """What every rank must be told alike, by its key: all of a run file but where a host may keep the files it reads,
+    whose digest the ranks compare."""
+    from interlace.forms import as_table, toml
+
+    sections = {"model": cfg.model_config(), "data": cfg.data, "train": cfg.train, "run": cfg.run}
+    found = {f"{name}.{key}": toml(value) for name, part in sections.items() for key, value in as_table(part).items()}
+    for place in ("data.source", "data.tokenizer"):
+        del found[place]
+    return found | {"parallel.plan": str(cfg.plan)}
 
 
 @app.command()

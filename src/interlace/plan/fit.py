@@ -15,7 +15,7 @@ from itertools import pairwise, product
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.errors import ConfigError, PlanError
 from interlace.plan.context import EXCHANGES, splits_heads
-from interlace.plan.memory import estimate, gib, micro_batching
+from interlace.plan.memory import apart, estimate, micro_batching
 from interlace.plan.overlap import Chooser
 from interlace.plan.share import micro_batch_count
 from interlace.plan.stages import contradiction, layers_given, num_stages, splits_backward, stages_of
@@ -52,7 +52,8 @@ def check(
     if reason is None and memory_bytes is not None:
         memory = estimate(config, plan, device, ways)
         if memory.total > memory_bytes:
-            reason = f"needs {gib(memory.total)} a rank ({memory}), found {gib(memory_bytes)}"
+            needed, found = apart(memory.total, memory_bytes)
+            reason = f"needs {needed} a rank ({memory}), found {found}"
     if reason is not None:
         near = _suggestion(config, world, memory_bytes, available_axes, device, ways)
         raise PlanError(f'the parallel plan "{plan}" {reason}: {near}')

@@ -83,6 +83,12 @@ def gib(size: int) -> str:
     return f"{size / 1024:.1f} KiB"
 
 
+def apart(needed: int, found: int) -> tuple[str, str]:
+    """Both as text, in bytes where the first is more and would read the same."""
+    words = gib(needed), gib(found)
+    return words if words[0] != words[1] else (f"{needed:,} bytes", f"{found:,} bytes")
+
+
 def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
     """(micro-batches per step, sequences in the largest) on the replica that has most of the global batch."""
     if config.run.reproducible == "plan":

@@ -18,7 +18,7 @@ from interlace.config import Config, ParallelPlan
 from interlace.errors import PlanError
 from interlace.plan.cost import Cost, price
 from interlace.plan.fit import RECOMPUTE, meshes_of, refused
-from interlace.plan.memory import Memory, estimate, gib
+from interlace.plan.memory import Memory, apart, estimate
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.schedule import FORMS, read_csv
 from interlace.topology import Topology
@@ -162,8 +162,8 @@ def _refusals(
             reason = _unwise(config, topology, world, plans[0], held) or refused(config, cfg, plans[0], world, AXES)
             yield Refusal(reason or "", len(plans), plans[0])
         elif least is not None:
-            needed = estimate(config, least[1]).total
-            yield Refusal(f"needs {gib(needed)} a GPU or more, found {gib(room)}", len(plans), least[1], True)
+            needed, found = apart(estimate(config, least[1]).total, room)
+            yield Refusal(f"needs {needed} a GPU or more, found {found}", len(plans), least[1], True)
 
 
 def _unwise(config: Config, topology: Topology, world: int, plan: ParallelPlan, held: Collection[str]) -> str | None:

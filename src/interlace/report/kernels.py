@@ -7,6 +7,9 @@
     peer copy                 the copy engine from one device to another
     launching operator        for a kernel whose name says nothing
 
+Two kinds of names speak of something else than they do: the compiler's Triton kernels ("triton_poi_fused_...") bear the
+names of the operators around them, collectives among them, and CUTLASS writes "RS" for operands in registers.
+
 A kernel that none of these names is unknown, and reported; it is never silently compute.  "reduce" and "gather" alone
 are arithmetic: a sum over a row is no communication.  Sources of names: NCCL, RCCL, NVSHMEM, PyTorch's symmetric
 memory, DeepEP, vLLM, TensorRT-LLM, FLUX (regressions in facebookresearch/HolisticTraceAnalysis#109, #247, #56).
@@ -24,19 +27,21 @@ GROUP = ("Process Group Name", "Process Group Ranks", "Process Group Description
 REGISTRY = {"_rows": "compute"}  # kernels/softmax_rows.py
 SYMMETRIC = re.compile(
     r"symm_?mem|multimem|nvshmem|(?<![a-z])(one|two)_?shot_|signal_pad|(put|wait)_signal|(?<![a-z])barrier_kernel"
-    r"|cross_device_reduce|quick_?reduce",
+    r"|cross_device_reduce|quick_?reduce|userbuffers_",
     re.IGNORECASE,
 )
 _VERBS = (
-    r"(?<![a-z])(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|all2all|send_?recv)(?![a-z])"  # snake or flat
-    r"|(?-i:AllReduce|AllGather|ReduceScatter|AllToAll|All2All|SendRecv)"  # the words of a camel
+    r"(?<![a-z])(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|all2all|a2a|send_?recv)(?![a-z])"  # snake or flat
+    r"|(?-i:All[Rr]educe|All[Gg]ather|Reduce[Ss]catter|All[Tt]o[Aa]ll|All2All|A2A|SendRecv)"  # the words of a camel
 )
 _VERB = re.compile(_VERBS, re.IGNORECASE)
 _LIBRARY = re.compile(
-    r"^nccl|nccl(dev)?_?kernel|^rccl|rccl_?kernel|^mscclpp?|mscclpp?::|deep_?ep::|(intra|inter)node(_ll)?::"
-    r"|^hccl|^oneccl",
+    r"^nccl|nccl(dev)?_?kernel|^rccl|rccl_?kernel|^msccl(pp)?|msccl(pp)?::|(deep|hybrid|nixl)_?ep::|(intra|inter)node(_ll)?::"
+    r"|^hccl|^oneccl|(?-i:Ep(Dispatch|Combine))",
     re.IGNORECASE,
 )
+_COMPILED = re.compile(r"^triton_(poi|per|red|tem|mm|bmm|for|flex|spl)_fused")
+_ATOM = re.compile(r"(MMA_|SM\d+_)\d+x\d+\w*")  # an instruction of CUTLASS
 _PRODUCT = re.compile(r"gemm|matmul|flux", re.IGNORECASE)
 _SHORT_VERB = re.compile(r"(?<![a-z])(rs|ag)(?![a-z])", re.IGNORECASE)
 _ARITHMETIC = re.compile(
@@ -87,6 +92,8 @@ def _named(name: str) -> str:
     """The kind that the registry, or the name itself, says."""
     if name in REGISTRY:
         return REGISTRY[name]
+    if _COMPILED.search(name):
+        return "compute"
     if _is_fused(name):
         return "fused"
     if _LIBRARY.search(name) or SYMMETRIC.search(name) or _VERB.search(name):
@@ -96,7 +103,7 @@ def _named(name: str) -> str:
 
 @lru_cache(maxsize=10_000)
 def _is_fused(name: str) -> bool:
-    return bool(_PRODUCT.search(name) and (_VERB.search(name) or _SHORT_VERB.search(name)))
+    return bool(_PRODUCT.search(name) and (_VERB.search(name) or _SHORT_VERB.search(_ATOM.sub("", name))))
 
 
 def is_peer_copy(name: str, args: Mapping[str, Any]) -> bool:

@@ -53,7 +53,7 @@ def read(paths: Sequence[str | Path]) -> Traced:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """The JSON of a trace, plain or gzip."""
+    """The JSON of a trace, plain or gzip; names may hold control characters and bytes that are no text, as some do."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -68,7 +68,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if not data.strip():
         raise DataError(f"{path}: the file is empty: record the trace again", file=str(path))
     try:
-        trace = json.loads(data)
+        trace = json.loads(data.decode(json.detect_encoding(data), errors="replace"), strict=False)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error}): give a Chrome trace by torch.profiler", file=str(path)) from None
     if isinstance(trace, list):
@@ -116,6 +116,11 @@ class _File:
         entries = [entry for entry in trace["traceEvents"] if _is_timed(entry)]
         self.device = [entry for entry in entries if _is_device(entry)]
         self.broken = sum(map(_is_device, trace["traceEvents"])) - len(self.device)
+        if self.broken and not self.device:
+            raise DataError(
+                f"{where}: none of its {self.broken} GPU events has a usable begin and length: record the trace again",
+                file=where,
+            )
         if not self.device:
             raise DataError(
                 f"{where}: no GPU events among its {len(trace['traceEvents'])}: profile on a GPU, with "
@@ -326,6 +331,10 @@ def _ranks(files: Sequence[_File]) -> list[int]:
                 "give it alone",
                 file=file.where,
             )
+    worlds = {size: file.where for file in files if _is_count(size := file.info.get("world_size"))}
+    if len(worlds) > 1:
+        found = " and ".join(f"{size} ({where})" for size, where in worlds.items())
+        raise DataError(f"the traces are of worlds of different sizes, {found}: give those of one run")
     first: dict[int | None, str] = {}
     for file in files:
         if file.rank in first:
