@@ -398,7 +398,7 @@ def _exposed(
         link = topology.link(mesh.peers(first, "ep"))
         whole = sum(mine.along["ep"].values()) / link.bandwidth + count * layers * 4 * link.latency
         near = link == topology.links[0]  # whose ranks reach each other's memory
-        is_fused = near and exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, "cuda")
+        is_fused = near and exchange.taken(cfg, plan, config.train.itemsize, "cuda")
         found["ep"] = whole * (1 - HIDDEN_ROWS if is_fused else 1.0)
     return found
 

@@ -161,7 +161,7 @@ def share(
         config = replace(config, plan=merged)
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
-    compute = 2 if config.train.precision == "bf16" else FP32
+    compute = config.train.itemsize
     held_here = held_units(config, rank)
     everything = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here, plan.ep)
     found = tuple(run for run in everything if not run.is_expert)
@@ -230,7 +230,7 @@ def overlapped(config: Config, rank: int, batch: int) -> Counter[overlap.Product
 def _resident(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> tuple[int, ...]:
     """Of these runs on a rank: elements of main weights, bytes of copies, elements of gradients."""
     plan = config.plan
-    compute = 2 if config.train.precision == "bf16" else FP32
+    compute = config.train.itemsize
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
