@@ -18,38 +18,25 @@ from interlace.plan.context import all_plain, choose, returned, widest
 from interlace.plan.expert import held as held_experts
 from interlace.plan.tensor import local_heads
 
+Stage = tuple[int, tuple[str, ...]]  # micro-batches whose activations it holds at most, and its units
 
-def held(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    own: Sequence[tuple[int, tuple[str, ...]]],
-    sequences: int,
-) -> int:
-    """With overlap=auto of the way of experts that needs more: whether ranks reach each other is seen when they run."""
-    fused = fused_exchange.taken(cfg, plan, config.train.itemsize, device)
+
+def held(config: Config, plan: ParallelPlan, device: str, own: Sequence[Stage], sequences: int) -> int:
+    """Of the stages of one rank, for so many sequences at a time.
+
+    With overlap=auto of the way of experts that needs more: whether ranks reach each other is seen when they run.
+    """
+    cfg, compute = config.model_config(), config.train.itemsize
+    fused = fused_exchange.taken(cfg, plan, compute, device)
     ways = (False, True) if fused and plan.overlap == "auto" else (fused,)
-    return max(_held(config, cfg, plan, device, own, sequences, way) for way in ways)
-
-
-def _held(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    own: Sequence[tuple[int, tuple[str, ...]]],
-    sequences: int,
-    fused: bool,
-) -> int:
-    compute = config.train.itemsize
     length = math.ceil(config.data.sequence_length / plan.cp)
+    tokens = sequences * length
     documents = config.data.documents == "separate"
     exchange = choose(config, plan) if plan.cp > 1 else ""
     routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
 
     @functools.cache
-    def saved(has_experts: bool, recompute: str) -> int:
+    def saved(has_experts: bool, recompute: str, fused: bool) -> int:
         compiled, split_rows = config.train.compile, plan.sequence == "on"
         return block_activations(
             cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
@@ -57,14 +44,18 @@ def _held(
         )  # fmt: skip
 
     blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
-    total = sum(most * saved(has_experts, plan.recompute) for most, has_experts in blocks)
-    if plan.recompute != "none":  # the block that backward has run again
-        total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
+
+    def of_blocks(fused: bool) -> int:
+        total = sum(most * saved(has_experts, plan.recompute, fused) for most, has_experts in blocks)
+        if plan.recompute != "none":  # the block that backward has run again
+            total += max(saved(kind, "none", fused) - saved(kind, plan.recompute, fused) for _, kind in blocks)
+        if plan.ep > 1 and any(has_experts for _, has_experts in blocks):
+            total += _moving(cfg, plan, tokens, compute, fused)
+        return total
+
+    total = max(of_blocks(way) for way in ways)
     if exchange in ("ring", "gather"):
-        total += _exchanged(cfg, plan, exchange, sequences * length, compute, all_plain(config))
-    tokens = sequences * length
-    if plan.ep > 1 and any(has_experts for _, has_experts in blocks):
-        total += _moving(cfg, plan, tokens, compute, fused)
+        total += _exchanged(cfg, plan, exchange, tokens, compute, all_plain(config))
     first = next((most for most, names in own if "embedding" in names), 0)
     total += first * tokens * 8  # token numbers
     total += first * rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask

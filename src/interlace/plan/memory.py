@@ -34,16 +34,15 @@ from dataclasses import dataclass, fields, replace
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
 from interlace.plan import zero as engine
+from interlace.plan.activations import Stage, rows
 from interlace.plan.activations import held as held_activations
-from interlace.plan.activations import rows
 from interlace.plan.context import as_data, largest
 from interlace.plan.expert import as_data as as_data_of_experts
-from interlace.plan.expert import held as held_experts
-from interlace.plan.share import overlapped
+from interlace.plan.share import is_hybrid, micro_batch_count, overlapped
+from interlace.plan.share import runs as flat_runs
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
-from interlace.plan.tensor import slices
 from interlace.schedule import generate, read_csv, validate
-from interlace.spec import Parameter, Role, buffers, parameters, units
+from interlace.spec import buffers
 
 LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
@@ -84,14 +83,11 @@ def gib(size: int) -> str:
 
 def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
     """(micro-batches per step, sequences in the largest) on the replica that has most of the global batch."""
-    if config.run.reproducible == "plan":
-        size = min(plan.micro_batch_size or 1, config.train.global_batch)
-        return math.ceil(math.ceil(config.train.global_batch / size) / plan.dp), size
-    sequences = math.ceil(config.train.global_batch / plan.dp)
-    if plan.micro_batch_size:
-        size = min(plan.micro_batch_size, sequences)
-        return math.ceil(sequences / size), size
-    return plan.micro_batches, math.ceil(sequences / plan.micro_batches)
+    batch, fixed = config.train.global_batch, config.run.reproducible == "plan"
+    count, sequences = micro_batch_count(plan, batch, fixed), math.ceil(batch / plan.dp)
+    if fixed:
+        return count, min(plan.micro_batch_size or 1, batch)
+    return count, min(plan.micro_batch_size, sequences) if plan.micro_batch_size else math.ceil(sequences / count)
 
 
 def estimate(
@@ -107,23 +103,15 @@ def estimate(
     ways: how each product of tp runs whose transfers may be fused.  None: with overlap=fused as holds most memory,
     otherwise plain, as on a device without a table.
     """
-    cfg = config.model_config()
-    ranks = (_rank(config, cfg, plan, device, rank, ways) for rank in (range(plan.pp) if places is None else places))
+    ranks = (_rank(config, plan, device, rank, ways) for rank in (range(plan.pp) if places is None else places))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    rank: int,
-    ways: overlap.Chooser | None,
-) -> Memory:
+def _rank(config: Config, plan: ParallelPlan, device: str, rank: int, ways: overlap.Chooser | None) -> Memory:
     """Of the ranks at place `rank` along the pipeline."""
-    compute = config.train.itemsize
+    cfg, compute = config.model_config(), config.train.itemsize
     count, sequences = micro_batching(config, plan)
-    own = _own_stages(config, cfg, plan, rank, count)
+    own = _own_stages(config, plan, rank, count)
     names = [name for _, part in own for name in part]
     layers = sum(name.startswith("blocks") for name in names)
 
@@ -138,7 +126,7 @@ def _rank(
         copied += sum(shared[: plan.unsharded or None])
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
 
-    activations = held_activations(config, cfg, plan, device, own, sequences)
+    activations = held_activations(config, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, merged, runs, device)
@@ -159,13 +147,7 @@ def _rank(
     )
 
 
-def _symmetric(
-    config: Config,
-    plan: ParallelPlan,
-    device: str,
-    rank: int,
-    ways: overlap.Chooser | None,
-) -> int:
+def _symmetric(config: Config, plan: ParallelPlan, device: str, rank: int, ways: overlap.Chooser | None) -> int:
     """What the fused products of a step hold on every rank of tp."""
     if ways is None and plan.overlap != "fused":
         return 0
@@ -191,11 +173,8 @@ def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
     return total
 
 
-def _own_stages(
-    config: Config, cfg: ModelConfig, plan: ParallelPlan, rank: int, count: int
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Of each stage of a rank: micro-batches whose activations it holds at most, and its units."""
-    cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+def _own_stages(config: Config, plan: ParallelPlan, rank: int, count: int) -> list[Stage]:
+    cut = stages_of(config.model_config(), num_stages(plan), config.data.sequence_length, layers_given(plan))
     if plan.pp == 1:
         return [(1, cut[0])]
     enough = count if plan.schedule == "gpipe" else min(count, 4 * plan.pp)
@@ -225,7 +204,7 @@ def _moments(
     compute = config.train.itemsize
     count, _ = micro_batching(config, plan)
     fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
-    narrow = _is_narrow(config, plan)
+    narrow = config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and (fixed or count == 1)
     size = compute if narrow else 4
     whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
     sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1) if fixed else 0
@@ -243,12 +222,6 @@ def _moments(
     in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
     last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
     yield last + some + largest, activations // max(1, layers), 0, received
-
-
-def _is_narrow(config: Config, plan: ParallelPlan) -> bool:
-    """Whether gradients travel in bf16 (`share.travels_narrow`)."""
-    alone = config.run.reproducible == "plan" or micro_batching(config, plan)[0] == 1
-    return config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and alone
 
 
 def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:
@@ -292,35 +265,13 @@ def runs_of(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tupl
 
     dp: the ranks that share weights, those of cp among them.
     """
-    places = {name: position for position, name in enumerate(units(cfg))}
-    found: dict[tuple[int, bool], list[int]] = {}
-    for parameter in parameters(cfg):
-        is_root = parameter.tied_to is not None
-        if parameter.unit not in names and not (is_root and "head" in names):
-            continue
-        position = -1 if is_root else places[parameter.unit]
-        key = position, ep > 1 and parameter.role is Role.EXPERT
-        found.setdefault(key, []).append(_local_numel(parameter, tp, ep))
     merged = ParallelPlan(dp=dp, shard=shard, ep=ep)
-    theirs = as_data_of_experts(merged)
-    return tuple(
-        _Run(position, engine.cut(sizes, plan.dp).total, max(sizes), sharers(plan), is_expert)
-        for (position, is_expert), sizes in sorted(found.items())
-        for plan in (theirs if is_expert else merged,)
-    )
-
-
-def sharers(plan: ParallelPlan) -> int:
-    """The ranks of the data axis that share one copy."""
-    return plan.shard if 1 < plan.shard < plan.dp else plan.dp
-
-
-def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
-    """Elements of the largest slice over tp and ep."""
-    numel = slices(parameter, tp).numel(0)
-    if parameter.role is Role.EXPERT:
-        numel = numel // parameter.shape[0] * held_experts(parameter.shape[0], ep, 0)[1]
-    return numel
+    found = []
+    for run in flat_runs(cfg, dp, tp, held=names, ep=ep):
+        plan = as_data_of_experts(merged) if run.is_expert else merged
+        ways, position = plan.shard if is_hybrid(plan) else plan.dp, -1 if run.unit == "root" else run.position
+        found.append(_Run(position, run.cut.total, run.largest, ways, run.is_expert))
+    return tuple(sorted(found, key=lambda run: run.position))
 
 
 def _buffers(runs: Sequence[_Run], distance: int) -> int:
