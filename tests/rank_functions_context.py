@@ -25,7 +25,7 @@ from interlace.parallel.context import SplitCore, SplitPattern, split_sequences
 from interlace.parallel.sequence import SequenceAxis
 from interlace.plan import context as plan
 from interlace.plan import share as shares
-from interlace.plan.memory import block_activations
+from interlace.plan.activations import block_activations
 from interlace.train import session as sessions
 from interlace.train import verify
 from interlace.train.step import forward_backward

@@ -23,7 +23,7 @@ from interlace.parallel import vocabulary
 from interlace.parallel.data import DataParallel
 from interlace.parallel.part import holding
 from interlace.parallel.tensor import Axis, split_decoder
-from interlace.plan.memory import block_activations
+from interlace.plan.activations import block_activations
 from interlace.world import World
 from rank_functions_data import different, digest, gradients, weights
 

@@ -19,8 +19,9 @@ from interlace.models.decoder import Decoder
 from interlace.models.moe import experts
 from interlace.models.vocabulary import vocabulary_loss
 from interlace.parallel.expert import ExpertAxis, SplitDispatch
+from interlace.plan.activations import block_activations
 from interlace.plan.fit import check, nearest_plans
-from interlace.plan.memory import apart, block_activations, estimate, gib, micro_batching
+from interlace.plan.memory import apart, estimate, gib, micro_batching
 from interlace.plan.stages import contradiction, table_of
 from interlace.schedule import FORMS, generate, lower
 from interlace.spec import total_parameters

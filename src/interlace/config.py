@@ -273,6 +273,11 @@ class TrainSection(Section):
                 f"found {self.min_learning_rate:g}"
             )
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that computes."""
+        return 2 if self.precision == "bf16" else 4
+
 
 @dataclass(frozen=True)
 class RunSection(Section):

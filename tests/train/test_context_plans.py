@@ -14,7 +14,8 @@ import runs
 from interlace.config import Config
 from interlace.errors import PlanError
 from interlace.plan import context, fit
-from interlace.plan.memory import _exchanged, estimate
+from interlace.plan.activations import _exchanged
+from interlace.plan.memory import estimate
 from interlace.train import loop, verify
 
 Run = Callable[..., list[Any]]

@@ -158,7 +158,7 @@ def choose(config: Config, plan: ParallelPlan) -> str:
         return plan.exchange
     if config.data.sequence_length // plan.cp >= HIDES:
         return "ring"
-    itemsize = 2 if config.train.precision == "bf16" else 4
+    itemsize = config.train.itemsize
     return _cheapest(config.model_config(), plan.tp, plan.cp, plan.recompute, config.data.sequence_length, itemsize)
 
 

@@ -38,7 +38,7 @@ from interlace.plan.tensor import seconds as tensor_seconds
 from interlace.plan.tensor import split_dimension
 from interlace.schedule import FORMS, generate
 from interlace.spec import Operation, Parameter, Role, operations, parameters, units
-from interlace.topology import ITEMSIZE, Topology
+from interlace.topology import Topology
 
 # Of two H200s, bf16, compiled blocks, from a profile of steps of 1.2b (16 layers of 2048) and of attention alone.
 ATTENTION = {64: 0.48, 128: 0.62}  # share of the peak, by head size, of long sequences
@@ -242,7 +242,7 @@ def _share(config: Config, rank: int, count: int) -> Share:
 
 def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
     """What `share` counts, to some percent: gradients in the compute's type, weights once, thrice under ZeRO-3."""
-    plan, itemsize = config.plan, ITEMSIZE[config.train.precision]
+    plan, itemsize = config.plan, config.train.itemsize
     merged, tokens = context.as_data(plan), math.ceil(config.train.global_batch / plan.dp) * config.data.sequence_length
     found = memory.runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, names)
     whole, held = sum(run.numel for run in found), sum(run.held(plan.zero) for run in found)
@@ -293,7 +293,7 @@ def _unit(config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topolo
         else:
             parameter = table.get(f"{operation.name}.weight") or table.get(operation.name) or tied
             found += _product(topology, plan, cfg, operation, parameter, dtype, rows)
-    itemsize, eager = ITEMSIZE[dtype], 1.0 if config.train.compile else EAGER
+    itemsize, eager = config.train.itemsize, 1.0 if config.train.compile else EAGER
     if name == "head":
         logits = ROWS * itemsize * rows * math.ceil(cfg.vocab_size / plan.tp) / topology.hbm_bandwidth
         return replace(found, products=(sum(found.products), 0.0, 0.0), memory=(logits, 0.0, 0.0))  # loss and gradient
@@ -398,7 +398,7 @@ def _exposed(
         link = topology.link(mesh.peers(first, "ep"))
         whole = sum(mine.along["ep"].values()) / link.bandwidth + count * layers * 4 * link.latency
         near = link == topology.links[0]  # whose ranks reach each other's memory
-        is_fused = near and exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, "cuda")
+        is_fused = near and exchange.taken(cfg, plan, config.train.itemsize, "cuda")
         found["ep"] = whole * (1 - HIDDEN_ROWS if is_fused else 1.0)
     return found
 
@@ -447,7 +447,7 @@ def _unshard(config: Config, cfg: ModelConfig, topology: Topology, first: int, n
     found = 0.0
     for run in memory.runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, names):
         if run.shares(plan.zero):
-            nbytes = run.numel * (run.ways - 1) / run.ways * ITEMSIZE[config.train.precision]
+            nbytes = run.numel * (run.ways - 1) / run.ways * config.train.itemsize
             found += topology.collective_seconds("all_gather", nbytes, ranks)
     return found
 
@@ -456,7 +456,7 @@ def _tensor(
     config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topology, first: int, names: tuple[str, ...]
 ) -> float:
     """What the axis adds to the products of a step."""
-    itemsize, dtype = ITEMSIZE[config.train.precision], config.train.precision
+    itemsize, dtype = config.train.itemsize, config.train.precision
     count, sequences = micro_batching(config, plan)
     link = topology.link(Mesh.of(plan).peers(first, "tp"))
     length = math.ceil(config.data.sequence_length / plan.cp)
@@ -477,4 +477,4 @@ def _message(config: Config, cfg: ModelConfig, plan: ParallelPlan, sequences: in
     """Bytes that a stage sends to the next for a micro-batch."""
     rows = math.ceil(sequences * config.data.sequence_length / plan.cp)
     rows = math.ceil(rows / plan.tp) if plan.sequence == "on" else rows
-    return rows * cfg.hidden_size * ITEMSIZE[config.train.precision]
+    return rows * cfg.hidden_size * config.train.itemsize

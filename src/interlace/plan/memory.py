@@ -17,13 +17,11 @@ units are in the dtype in which gradients travel; where peers read them (`collec
 Buffers of gradients come as backward needs them and go when the optimizer has read them.  So three moments may be the
 worst: the end of forward, when activations and the work of the loss are there; the beginning of backward; its end.
 
-Activations are the tensors that autograd saves in a block (`block_activations` lists them); logits are a piece of rows,
-its fp32 work, and the gradients of hidden states and output weight that the loss makes in forward.  Over tp, heads and
-inner features are split, and with sequence=on the rows of the residual stream, its norms and dropout; the inputs of
-products, which are gathered once for both passes, are whole.  Fused products of tp hold symmetric memory, an arena for
-each operation, whatever the number of layers (`plan.overlap`), and lines of a pipeline slots for messages
-(`plan.boxes`).  Not counted: what the device's own runtime and communication library take (1-2 GB on a GPU), and the
-allocator's fragments.
+Activations are counted in `plan.activations`; logits are a piece of rows, its fp32 work, and the gradients of hidden
+states and output weight that the loss makes in forward.  Fused products of tp hold symmetric memory, an arena for each
+operation, whatever the number of layers (`plan.overlap`), and lines of a pipeline slots for messages (`plan.boxes`).
+Not counted: what the device's own runtime and communication library take (1-2 GB on a GPU), and the allocator's
+fragments.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ from dataclasses import dataclass, fields, replace
 
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.plan import boxes, overlap
-from interlace.plan import exchange as fused_exchange
 from interlace.plan import zero as engine
-from interlace.plan.context import all_plain, as_data, choose, largest, returned, widest
+from interlace.plan.activations import Stage, rows
+from interlace.plan.activations import held as held_activations
+from interlace.plan.context import as_data, largest
 from interlace.plan.expert import as_data as as_data_of_experts
-from interlace.plan.expert import held as held_experts
-from interlace.plan.share import overlapped
+from interlace.plan.share import is_hybrid, micro_batch_count, overlapped
+from interlace.plan.share import runs as flat_runs
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
-from interlace.plan.tensor import local_heads, slices
 from interlace.schedule import generate, read_csv, validate
-from interlace.spec import Parameter, Role, buffers, parameters, units
+from interlace.spec import buffers
 
 LOSS_PIECE = 1 << 29  # logits that the loss holds at a time
 
@@ -91,14 +89,11 @@ def apart(needed: int, found: int) -> tuple[str, str]:
 
 def micro_batching(config: Config, plan: ParallelPlan) -> tuple[int, int]:
     """(micro-batches per step, sequences in the largest) on the replica that has most of the global batch."""
-    if config.run.reproducible == "plan":
-        size = min(plan.micro_batch_size or 1, config.train.global_batch)
-        return math.ceil(math.ceil(config.train.global_batch / size) / plan.dp), size
-    sequences = math.ceil(config.train.global_batch / plan.dp)
-    if plan.micro_batch_size:
-        size = min(plan.micro_batch_size, sequences)
-        return math.ceil(sequences / size), size
-    return plan.micro_batches, math.ceil(sequences / plan.micro_batches)
+    batch, fixed = config.train.global_batch, config.run.reproducible == "plan"
+    count, sequences = micro_batch_count(plan, batch, fixed), math.ceil(batch / plan.dp)
+    if fixed:
+        return count, min(plan.micro_batch_size or 1, batch)
+    return count, min(plan.micro_batch_size, sequences) if plan.micro_batch_size else math.ceil(sequences / count)
 
 
 def estimate(
@@ -114,23 +109,15 @@ def estimate(
     ways: how each product of tp runs whose transfers may be fused.  None: with overlap=fused as holds most memory,
     otherwise plain, as on a device without a table.
     """
-    cfg = config.model_config()
-    ranks = (_rank(config, cfg, plan, device, rank, ways) for rank in (range(plan.pp) if places is None else places))
+    ranks = (_rank(config, plan, device, rank, ways) for rank in (range(plan.pp) if places is None else places))
     return max(ranks, key=lambda memory: memory.total)
 
 
-def _rank(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    rank: int,
-    ways: overlap.Chooser | None,
-) -> Memory:
+def _rank(config: Config, plan: ParallelPlan, device: str, rank: int, ways: overlap.Chooser | None) -> Memory:
     """Of the ranks at place `rank` along the pipeline."""
-    compute = 2 if config.train.precision == "bf16" else 4
+    cfg, compute = config.model_config(), config.train.itemsize
     count, sequences = micro_batching(config, plan)
-    own = _own_stages(config, cfg, plan, rank, count)
+    own = _own_stages(config, plan, rank, count)
     names = [name for _, part in own for name in part]
     layers = sum(name.startswith("blocks") for name in names)
 
@@ -145,14 +132,14 @@ def _rank(
         copied += sum(shared[: plan.unsharded or None])
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
 
-    activations = _activations(config, cfg, plan, device, own, sequences)
+    activations = held_activations(config, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
     lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, merged, runs, device)
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
         logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
-    moments = _moments(config, merged, runs, device, activations, logits, layers, _rows(tokens, plan))
+    moments = _moments(config, merged, runs, device, activations, logits, layers, rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied + 4 * sum(b.numel for b in buffers(cfg) if b.unit in names),
@@ -166,17 +153,11 @@ def _rank(
     )
 
 
-def _symmetric(
-    config: Config,
-    plan: ParallelPlan,
-    device: str,
-    rank: int,
-    ways: overlap.Chooser | None,
-) -> int:
+def _symmetric(config: Config, plan: ParallelPlan, device: str, rank: int, ways: overlap.Chooser | None) -> int:
     """What the fused products of a step hold on every rank of tp."""
     if ways is None and plan.overlap != "fused":
         return 0
-    sizes = (2 if config.train.precision == "bf16" else 4, plan.tp, overlap.MULTIPROCESSORS[device])
+    sizes = (config.train.itemsize, plan.tp, overlap.MULTIPROCESSORS[device])
     first = rank * plan.world // plan.pp  # which has as many sequences as any at this place
     found = overlapped(replace(config, plan=plan), first, config.train.global_batch)
     chosen = [ways(each, plan.tp) if ways else overlap.roomiest(each, *sizes) for each in found]
@@ -187,10 +168,10 @@ def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
     """What lines over copy engines hold on every rank, between stages and along cp, on GPUs that reach each other."""
     if device != "cuda" or plan.transport == "library":
         return 0
-    cfg, itemsize = config.model_config(), 2 if config.train.precision == "bf16" else 4
+    cfg, itemsize = config.model_config(), config.train.itemsize
     total = 0
     if plan.pp > 1:
-        message = boxes.slot(_rows(tokens, plan) * cfg.hidden_size * itemsize)
+        message = boxes.slot(rows(tokens, plan) * cfg.hidden_size * itemsize)
         total += boxes.arena(boxes.arriving(placement_of(plan)), message, plan.pp)
     if plan.cp > 1:
         message = boxes.slot(largest(config, plan, tokens, itemsize))
@@ -198,11 +179,8 @@ def _boxes(config: Config, plan: ParallelPlan, device: str, tokens: int) -> int:
     return total
 
 
-def _own_stages(
-    config: Config, cfg: ModelConfig, plan: ParallelPlan, rank: int, count: int
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Of each stage of a rank: micro-batches whose activations it holds at most, and its units."""
-    cut = stages_of(cfg, num_stages(plan), config.data.sequence_length, layers_given(plan))
+def _own_stages(config: Config, plan: ParallelPlan, rank: int, count: int) -> list[Stage]:
+    cut = stages_of(config.model_config(), num_stages(plan), config.data.sequence_length, layers_given(plan))
     if plan.pp == 1:
         return [(1, cut[0])]
     enough = count if plan.schedule == "gpipe" else min(count, 4 * plan.pp)
@@ -229,10 +207,10 @@ def _moments(
     """(gradients, activations, logits, transfer) when the last forward pass of a step ends, when its backward begins,
     and when that ends."""
     cfg = config.model_config()
-    compute = 2 if config.train.precision == "bf16" else 4
+    compute = config.train.itemsize
     count, _ = micro_batching(config, plan)
     fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
-    narrow = _is_narrow(config, plan)
+    narrow = config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and (fixed or count == 1)
     size = compute if narrow else 4
     whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
     sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1) if fixed else 0
@@ -250,12 +228,6 @@ def _moments(
     in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
     last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
     yield last + some + largest, activations // max(1, layers), 0, received
-
-
-def _is_narrow(config: Config, plan: ParallelPlan) -> bool:
-    """Whether gradients travel in bf16 (`share.travels_narrow`)."""
-    alone = config.run.reproducible == "plan" or micro_batching(config, plan)[0] == 1
-    return config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and alone
 
 
 def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:
@@ -299,35 +271,13 @@ def runs_of(cfg: ModelConfig, dp: int, shard: int, tp: int, ep: int, names: tupl
 
     dp: the ranks that share weights, those of cp among them.
     """
-    places = {name: position for position, name in enumerate(units(cfg))}
-    found: dict[tuple[int, bool], list[int]] = {}
-    for parameter in parameters(cfg):
-        is_root = parameter.tied_to is not None
-        if parameter.unit not in names and not (is_root and "head" in names):
-            continue
-        position = -1 if is_root else places[parameter.unit]
-        key = position, ep > 1 and parameter.role is Role.EXPERT
-        found.setdefault(key, []).append(_local_numel(parameter, tp, ep))
     merged = ParallelPlan(dp=dp, shard=shard, ep=ep)
-    theirs = as_data_of_experts(merged)
-    return tuple(
-        _Run(position, engine.cut(sizes, plan.dp).total, max(sizes), sharers(plan), is_expert)
-        for (position, is_expert), sizes in sorted(found.items())
-        for plan in (theirs if is_expert else merged,)
-    )
-
-
-def sharers(plan: ParallelPlan) -> int:
-    """The ranks of the data axis that share one copy."""
-    return plan.shard if 1 < plan.shard < plan.dp else plan.dp
-
-
-def _local_numel(parameter: Parameter, tp: int, ep: int) -> int:
-    """Elements of the largest slice over tp and ep."""
-    numel = slices(parameter, tp).numel(0)
-    if parameter.role is Role.EXPERT:
-        numel = numel // parameter.shape[0] * held_experts(parameter.shape[0], ep, 0)[1]
-    return numel
+    found = []
+    for run in flat_runs(cfg, dp, tp, held=names, ep=ep):
+        plan = as_data_of_experts(merged) if run.is_expert else merged
+        ways, position = plan.shard if is_hybrid(plan) else plan.dp, -1 if run.unit == "root" else run.position
+        found.append(_Run(position, run.cut.total, run.largest, ways, run.is_expert))
+    return tuple(sorted(found, key=lambda run: run.position))
 
 
 def _buffers(runs: Sequence[_Run], distance: int) -> int:
@@ -347,254 +297,6 @@ def _adjacent(runs: Sequence[_Run], count: int) -> int:
         sizes[run.position] = sizes.get(run.position, 0) + run.numel
     order = [sizes[position] for position in sorted(sizes)]
     return max((sum(order[i : i + count]) for i in range(len(order))), default=0)
-
-
-# --- activations ---------------------------------------------------------------------------------------------------
-
-
-def _activations(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    own: Sequence[tuple[int, tuple[str, ...]]],
-    sequences: int,
-) -> int:
-    """With overlap=auto of the way of experts that needs more: whether ranks reach each other is seen when they run."""
-    fused = fused_exchange.taken(cfg, plan, 2 if config.train.precision == "bf16" else 4, device)
-    ways = (False, True) if fused and plan.overlap == "auto" else (fused,)
-    return max(_activations_of(config, cfg, plan, device, own, sequences, way) for way in ways)
-
-
-def _activations_of(
-    config: Config,
-    cfg: ModelConfig,
-    plan: ParallelPlan,
-    device: str,
-    own: Sequence[tuple[int, tuple[str, ...]]],
-    sequences: int,
-    fused: bool,
-) -> int:
-    compute = 2 if config.train.precision == "bf16" else 4
-    length = math.ceil(config.data.sequence_length / plan.cp)
-    documents = config.data.documents == "separate"
-    exchange = choose(config, plan) if plan.cp > 1 else ""
-    routed = {f"blocks.{layer}" for layer in cfg.expert_layers}
-
-    @functools.cache
-    def saved(has_experts: bool, recompute: str) -> int:
-        compiled, split_rows = config.train.compile, plan.sequence == "on"
-        return block_activations(
-            cfg if has_experts else cfg.of_dense_layers, sequences, length, compute, recompute, documents, device,
-            compiled, plan.tp, split_rows, plan.cp, exchange, plan.ep, plan.expert_room if fused else None,
-        )  # fmt: skip
-
-    blocks = [(most, name in routed) for most, names in own for name in names if name.startswith("blocks")]
-    total = sum(most * saved(has_experts, plan.recompute) for most, has_experts in blocks)
-    if plan.recompute != "none":  # the block that backward has run again
-        total += max(saved(kind, "none") - saved(kind, plan.recompute) for _, kind in blocks)
-    if exchange in ("ring", "gather"):
-        total += _exchanged(cfg, plan, exchange, sequences * length, compute, all_plain(config))
-    tokens = sequences * length
-    if plan.ep > 1 and any(
-        has_experts for _, has_experts in blocks
-    ):  # rows on their way, where they leave from and where they arrive
-        total += _moving(cfg, plan, tokens, compute, fused)
-    first = next((most for most, names in own if "embedding" in names), 0)
-    total += first * tokens * 8  # token numbers
-    total += first * _rows(tokens, plan) * (cfg.hidden_size if cfg.dropout else 0)  # a mask
-    if any("head" in names for _, names in own):
-        total += _rows(tokens, plan) * (_norm_bytes(cfg, compute, device) + cfg.hidden_size * compute)
-    return total
-
-
-def _moving(cfg: ModelConfig, plan: ParallelPlan, tokens: int, compute: int, fused: bool) -> int:
-    """What one layer of experts holds beside what it keeps: rows of all-to-all at both ends, or what peers write to and
-    what backward makes of it slot by slot."""
-    k, D = cfg.experts_per_token, cfg.hidden_size
-    if not fused:
-        return 2 * tokens * k * D * compute
-    room = _slots(cfg, plan.ep, tokens, compute, plan.expert_room)
-    memory = fused_exchange.buffers(room, tokens * k, D, compute, cfg.num_experts, plan.ep)
-    return sum(memory.values()) + room * (D + 3 * math.ceil(cfg.expert_ffn_size / plan.tp)) * compute
-
-
-def _slots(cfg: ModelConfig, ep: int, tokens: int, compute: int, room: float) -> int:
-    """Of the fused exchange, for so many tokens a rank."""
-    X, choices = cfg.num_experts, tokens * cfg.experts_per_token
-    return fused_exchange.slots(choices, ep, held_experts(X, ep, 0)[1], X, fused_exchange.BLOCKS[compute], room)
-
-
-def _exchanged(cfg: ModelConfig, plan: ParallelPlan, exchange: str, tokens: int, compute: int, plain: bool) -> int:
-    """What one layer's backward holds while it runs block by block: keys and values of two stages and what leaves, the
-    gradient of q and what the own tile, or those of a stage, make of it, those of own keys and values, and of one
-    stage's three times: as a tile made them, leaving, and arriving."""
-    heads, kv_heads = local_heads(cfg, plan.tp)
-    own, moving = 2 * tokens * kv_heads * cfg.head_dim, widest(exchange, plan.cp, kv_heads)
-    stage, parts = own // kv_heads * moving, max(heads, moving * heads // kv_heads)
-    once = plain and plan.cp == 2  # one addition to what a kernel made
-    of_q = compute if once and exchange == "ring" else max(compute, 4)
-    of_own = compute if once else max(compute, 4)
-    returned_stage = 3 * returned(compute, plain) * stage
-    of_queries = (compute * parts + of_q * heads) * tokens * cfg.head_dim
-    return 3 * compute * stage + of_queries + of_own * own + returned_stage
-
-
-def _rows(tokens: int, plan: ParallelPlan) -> int:
-    """Rows of the residual stream on the rank that has most."""
-    return math.ceil(tokens / plan.tp) if plan.sequence == "on" else tokens
-
-
-@functools.lru_cache(maxsize=4096)
-def block_activations(
-    cfg: ModelConfig,
-    sequences: int,
-    length: int,
-    compute: int,
-    recompute: str = "none",
-    documents: bool = False,
-    device: str = "cuda",
-    compiled: bool = False,
-    tp: int = 1,
-    split_rows: bool = True,
-    cp: int = 1,
-    exchange: str = "",
-    ep: int = 1,
-    room: float | None = None,
-) -> int:
-    """Bytes that one block keeps from forward to backward, for `sequences` x `length` tokens of `compute` bytes.
-
-    length: that of one rank of cp.  exchange: that of attention, where cp > 1.  Over ep all experts are taken to be
-    chosen alike: a rank whose experts are chosen more often keeps more.  room: of the fused exchange, whose slots hold
-    so many times these rows, and more only if more come; None: rows go by all-to-all.
-
-    full        the block's input
-    none        both norms (`_norm_bytes`) and their outputs; q, k (before and after their norms) and v; attention's
-                output and its log-sum per head; gate, up, silu(gate), their product (or up and gelu(up));
-                dropout masks, a byte each; experts: the same four per chosen expert, its input, its output, routing,
-                over ep both orders of the rows that came; and those of a shared expert, as many choices kept as a
-                dropless router keeps
-    selective   none, less what core attention keeps besides q, k, v and its output
-
-    A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
-    """
-    norms = "cuda" if compiled and cfg.norm == "rmsnorm" else device
-    N, D, E, c = sequences * length, cfg.hidden_size, cfg.head_dim, compute
-    rows = math.ceil(N / tp) if split_rows else N
-    if recompute == "full":
-        return rows * D * c
-    cfg = _of_one_rank(cfg, tp)
-    per_row = 2 * (_norm_bytes(cfg, c, norms) + (D if cfg.dropout else 0))
-    per_token = (1 if cfg.num_experts else 2) * D * c  # a router reads its own rows, experts copies of the others
-    if cfg.num_experts:
-        of_row, of_token = _shared_bytes(cfg, c, split_rows and tp > 1)
-        per_row, per_token = per_row + of_row, per_token + of_token
-    if cfg.qk_norm:
-        heads = cfg.num_heads + cfg.num_kv_heads
-        per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
-    per_token += (
-        _experts_bytes(cfg, c, tp, room is not None)
-        if cfg.num_experts
-        else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
-    )
-    per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and room is None else 0
-    if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
-        core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
-        core += 0 if recompute == "selective" else 4 * N * cfg.num_heads
-    elif exchange == "ulysses":
-        dealt = replace(cfg, num_heads=cfg.num_heads // cp, num_kv_heads=max(1, cfg.num_kv_heads // cp))
-        core = _attention_bytes(dealt, sequences, length * cp, c, recompute, documents, device)
-        core += N * cfg.num_heads * E * c  # the output, back at its positions
-    else:
-        core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
-    if cfg.num_experts and room is not None:
-        core += fused_exchange.kept(_slots(cfg, ep, N, c, room), D, cfg.expert_ffn_size, c)
-    return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
-
-
-def _of_one_rank(cfg: ModelConfig, tp: int) -> ModelConfig:
-    """The heads and inner features of the rank that has most."""
-    num_heads, num_kv_heads = local_heads(cfg, tp)
-    return replace(
-        cfg,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_size=math.ceil(cfg.ffn_size / tp),
-        expert_ffn_size=math.ceil(cfg.expert_ffn_size / tp),
-        shared_ffn_size=math.ceil(cfg.shared_ffn_size / tp),
-    )
-
-
-def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:
-    """Per token: input and statistics; an RMSNorm in pieces, as on CPU, keeps fp32 input and normalised input."""
-    if cfg.norm == "layernorm":
-        return cfg.hidden_size * compute + 2 * (compute if device == "cpu" else 4)
-    return cfg.hidden_size * (8 if device == "cpu" else compute) + 4
-
-
-def _experts_bytes(cfg: ModelConfig, compute: int, tp: int, fused: bool) -> int:
-    """Per token: router scores, choice, weights and both orders, what its losses read; per chosen expert its rows.
-
-    Over tp the balance loss has scores of its own.  Sigmoid scores are made to sum to one for it.  fused: rows are in
-    slots, and the orders smaller."""
-    k, X = cfg.experts_per_token, cfg.num_experts
-    rows = 0 if fused else k * (2 * cfg.hidden_size + 4 * cfg.expert_ffn_size) * compute
-    routing = (
-        4 * X
-        + k * (8 + 4 + (8 if fused else 16))
-        + (4 * k + 4 if cfg.norm_topk else 0)
-        + (2 * k if cfg.capacity_factor else 0)
-    )
-    if cfg.router_aux_loss:
-        routing += (4 * X if tp > 1 else 0) + (4 if cfg.router_scores == "sigmoid" else 0)
-    if cfg.router_z_loss:
-        routing += 4 * X + 4  # logits, which softmax does not keep, and the logarithm
-    return rows + routing
-
-
-def _shared_bytes(cfg: ModelConfig, compute: int, gathered: bool) -> tuple[int, int]:
-    """What router and shared expert keep: per row of the residual stream, and per token.
-
-    gathered: the shared expert reads the rows of all ranks.
-    """
-    D, c = cfg.hidden_size, compute
-    wide = cfg.router_fp32 and c < 4  # then the router keeps its own copy of x
-    if not cfg.shared_ffn_size:
-        return (D * 4 if wide else D * c), 0
-    narrow_read = not wide or cfg.shared_gate or not gathered
-    row = (D * 4 if wide else 0) + (D * c if narrow_read else 0) + (D * c + c if cfg.shared_gate else 0)
-    return row, 4 * cfg.shared_ffn_size * c + (D * c if gathered else 0)
-
-
-def _once_bytes(cfg: ModelConfig, sequences: int, compute: int) -> int:
-    """Not per token: loads of the balance loss, and a router's weight in fp32."""
-    if not cfg.num_experts:
-        return 0
-    loads = sequences * (4 * cfg.num_experts + 4) if cfg.router_aux_loss else 0
-    return loads + (4 * cfg.num_experts * cfg.hidden_size if cfg.router_fp32 and compute < 4 else 0)
-
-
-def _attention_bytes(
-    cfg: ModelConfig, sequences: int, length: int, compute: int, recompute: str, documents: bool, device: str
-) -> int:
-    """q, k, v and the output; and what the kernel keeps: a log-sum, or mask and probabilities."""
-    N, H, K, E, c = sequences * length, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, compute
-    redone = recompute == "selective"
-    is_masked = documents or cfg.sliding_window is not None
-    half = c == 2 and device == "cuda" and not (cfg.sink_tokens and cfg.sliding_window is not None)
-    if cfg.attention_dropout and not redone:  # written out: k and v repeated, fp32 and rounded probabilities, masks
-        pairs = sequences * H * length * length
-        return N * 4 * H * E * c + pairs * (4 + 1 + c) + (sequences if documents else 1) * length * length
-    kept = N * 2 * (H + K) * E * c
-    if redone:
-        return kept
-    if device == "cuda" and not half:
-        kept += N * 2 * (H - K) * E * c  # fp32 kernels read k and v repeated for every query head
-    if device == "cuda" and not half and cfg.attention_sinks:  # with eight features more, and the output without them
-        kept += N * H * (4 * 8 + E) * c
-    if is_masked and not half and not (device == "cpu" and cfg.attention_sinks):
-        kept += (sequences if documents else 1) * length * length * c
-    return kept + 4 * N * H
 
 
 def _logits(tokens: int, vocab: int, hidden: int, compute: int, device: str, lent: int) -> int:

@@ -30,13 +30,14 @@ STATES = {"adamw": 2, "sgd": 0}  # elements of optimizer state per parameter, wi
 class Run:
     """The parameters of a unit in the order of its flat run; `unit` is "root" for those that several use.
 
-    position: the place of the unit among those that the rank holds.  is_expert: they are experts, and the axis of which
-    others have the rest runs.
+    largest: elements of the largest.  position: the place of the unit among those that the rank holds.  is_expert: they
+    are experts, and the axis of which others have the rest runs.
     """
 
     unit: str
     members: tuple[Parameter, ...]
     cut: engine.Cut
+    largest: int
     position: int
     is_expert: bool = False
 
@@ -62,12 +63,7 @@ class Share:
 
 
 def runs(
-    cfg: ModelConfig,
-    ranks: int,
-    tp: int = 1,
-    sequence: bool = True,
-    held: Collection[str] | None = None,
-    ep: int = 1,
+    cfg: ModelConfig, ranks: int, tp: int = 1, sequence: bool = True, held: Collection[str] | None = None, ep: int = 1
 ) -> tuple[Run, ...]:
     """The flat runs of a model in order of execution, the root's last; alike on every rank of the tensor and expert
     axis.
@@ -92,7 +88,8 @@ def runs(
         sizes = [tensor.slices(member, tp).numel(0) // each * most for member in members]
         if members:
             cut = engine.cut(sizes, ranks // ep if is_expert else ranks)
-            made.append(Run(unit, tuple(members), cut, places.setdefault(unit, len(places)), is_expert))
+            position = places.setdefault(unit, len(places))
+            made.append(Run(unit, tuple(members), cut, max(sizes), position, is_expert))
     return tuple(made)
 
 
@@ -161,7 +158,7 @@ def share(
         config = replace(config, plan=merged)
     cfg, plan = config.model_config(), config.plan
     mesh = Mesh.of(plan)
-    compute = 2 if config.train.precision == "bf16" else FP32
+    compute = config.train.itemsize
     held_here = held_units(config, rank)
     everything = runs(cfg, plan.dp, plan.tp, plan.sequence == "on", held_here, plan.ep)
     found = tuple(run for run in everything if not run.is_expert)
@@ -230,7 +227,7 @@ def overlapped(config: Config, rank: int, batch: int) -> Counter[overlap.Product
 def _resident(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> tuple[int, ...]:
     """Of these runs on a rank: elements of main weights, bytes of copies, elements of gradients."""
     plan = config.plan
-    compute = 2 if config.train.precision == "bf16" else FP32
+    compute = config.train.itemsize
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
     whole = sum(run.cut.total for run in found)
@@ -388,13 +385,7 @@ def _gathers(config: Config, place: int, count: int, fixed: bool) -> dict[str, i
 
 
 def _sent(
-    config: Config,
-    mesh: Mesh,
-    rank: int,
-    batch: int,
-    compute: int,
-    found: tuple[Run, ...],
-    scalars: int = SCALARS,
+    config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...], scalars: int = SCALARS
 ) -> dict[str, int]:
     """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen.
 

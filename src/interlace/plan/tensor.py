@@ -281,7 +281,7 @@ def across_hosts(
     line = f"note: tp={plan.tp} spans {most} hosts"
     if topology is None:
         return f"{line}; its transfers leave the fast links between GPUs of one host"
-    itemsize = 2 if config.train.precision == "bf16" else 4
+    itemsize = config.train.itemsize
     given = (config.model_config(), plan, micro_batches, config.data.sequence_length, itemsize)
     outer, inner = (1e3 * seconds(*given, link) for link in (topology.links[-1], topology.links[0]))
     return (
