@@ -175,15 +175,13 @@ def experts_averaged_over_ep(rank: int) -> Any:
 
 def experts_not_summed(rank: int) -> Any:
     """Ranks that hold the same experts keep the gradients of their own rows."""
-    plain = data.DataParallel._sharers
+    plain = data.make_units
 
-    def sharers(self: data.DataParallel, is_expert: bool) -> Any:
-        group, inner, outer = plain(self, is_expert)
-        if is_expert:
-            group = inner = group.like(ranks=(rank,), rank=0, process_group=None)
-        return group, inner, outer
+    def make_units(*arguments: Any, experts: Any, **options: Any) -> Any:
+        alone = experts and (experts[0].like(ranks=(rank,), rank=0, process_group=None), None)
+        return plain(*arguments, experts=alone, **options)
 
-    return mock.patch.object(data.DataParallel, "_sharers", sharers)
+    return mock.patch.object(data, "make_units", make_units)
 
 
 def combine_unsorted(rank: int) -> Any:

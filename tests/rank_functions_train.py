@@ -22,7 +22,7 @@ from interlace.config import loads
 from interlace.errors import NumericsError
 from interlace.layout import split
 from interlace.models.decoder import Block
-from interlace.parallel import data, flat, owed, stages, tensor
+from interlace.parallel import flat, owed, stages, tensor, units
 from interlace.parallel import norm as norms
 from interlace.plan import stages as stage_plans
 from interlace.train import loop, step, verify
@@ -252,7 +252,8 @@ def left_out(rank: int) -> Any:
 def own_buffers(rank: int) -> Any:
     """(c) zero=3 keeps every unit, each in a buffer of its own."""
 
-    return mock.patch.object(data, "choose_slots", lambda flats, places, distance: flat.choose_slots(flats, places, 0))
+    plain = units.choose_slots
+    return mock.patch.object(units, "choose_slots", lambda placed, distance: plain(placed, 0))
 
 
 @contextlib.contextmanager

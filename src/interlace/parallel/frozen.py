@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from interlace.errors import ConfigError
 from interlace.parallel.flat import Flat
 
 
@@ -42,6 +43,17 @@ def keep(flats: Iterable[Flat]) -> None:
     """Watches every optimizer's steps for the leaves of these runs, as long as the runs live."""
     _watch()
     _RUNS.update(flats)
+
+
+def refuse_thawed(flats: Iterable[Flat]) -> None:
+    """Parameters frozen before have neither main weights nor gradients: what was thawed since would not be trained."""
+    for flat in flats:
+        for member in [] if flat.trainable else flat.members:
+            if member.parameter.requires_grad:
+                raise ConfigError(
+                    f"{member.name} was frozen when its module was wrapped and is not now; freeze it again, or let "
+                    "it require gradients before parallelize and freeze it after."
+                )
 
 
 @functools.cache

@@ -15,8 +15,9 @@ import torch
 
 from interlace.collectives import Handle, all_gather, all_reduce, both, then
 from interlace.errors import NumericsError
-from interlace.parallel.flat import Flat, Member
+from interlace.parallel.flat import Flat
 from interlace.parallel.part import Part
+from interlace.parallel.run import Member
 
 APART = 1e-3  # of the largest, or 4 units in the last place: gradients of the same numbers differ by rounding alone
 
@@ -33,13 +34,9 @@ def pay(flat: Flat, reduced: Handle[torch.Tensor], apart: Apart | None = None) -
     for members, part in owed(flat):
         start = max(members[0].offset - first, 0)
         place = held[start : max(members[-1].offset + members[-1].room - first, 0)]
-        if not place.numel():
-            continue
-        compared = (
-            None if apart is None or not part.alike else functools.partial(_compare, flat, members, start + first)
-        )
-        paid = functools.partial(_paid, flat, place, part, compared, apart)
-        reduced = both(reduced, paid()) if flat.group.size == 1 else then(reduced, flat.inner, paid)
+        if place.numel():
+            paid = functools.partial(_paid, flat, members, part, place, start + first, apart)
+            reduced = both(reduced, paid()) if flat.group.size == 1 else then(reduced, flat.inner, paid)
     return reduced
 
 
@@ -62,7 +59,7 @@ def counted(flat: Flat) -> Iterator[torch.Tensor]:
             if not member.is_first:
                 low = min(max(member.offset - start, at), leaf.numel())
                 yield leaf.grad[at:low]
-                at = min(max(member.offset + member.numel - start, at), leaf.numel())
+                at = min(max(member.end - start, at), leaf.numel())
         yield leaf.grad[at:]
 
 
@@ -78,12 +75,13 @@ def refuse(apart: Iterable[tuple[Flat, str, torch.Tensor]]) -> None:
 
 
 def _paid(
-    flat: Flat, place: torch.Tensor, part: Part, compared: functools.partial[Apart] | None, apart: Apart | None
+    flat: Flat, members: list[Member], part: Part, place: torch.Tensor, start: int, apart: Apart | None
 ) -> Handle[torch.Tensor]:
+    """place: the range of these members in the held gradient, from element `start` of the run on."""
     assert part.owed is not None
-    if compared is not None and apart is not None:
+    if apart is not None and part.alike:
         everyone = all_gather(place.clone(), part.owed, name="compare gradients").wait()
-        apart += compared(everyone.view(part.owed.size, -1))
+        apart += _compare(flat, members, start, everyone.view(part.owed.size, -1))
     scale = 1.0 / part.owed.size if part.alike else 1.0
     return all_reduce(place, part.owed, scale=scale, name=f"pay {flat.name}")
 

@@ -13,7 +13,6 @@ its part of each micro-batch to the first, which alone sums, and gives the sum b
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,23 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from interlace.collectives import (
-    Group,
-    Handle,
-    Sending,
-    all_gather,
-    all_reduce,
-    broadcast,
-    gather_bytes,
-    receive,
-    send,
-)
+from interlace.collectives import Group, Handle, Sending, all_gather, all_reduce, broadcast, gather_bytes, receive, send
 from interlace.errors import ConfigError
-from interlace.parallel.data import IN_FLIGHT, DataParallel
-from interlace.parallel.flat import Flat, Placement, Round, Slot, choose_slots
+from interlace.parallel.data import DataParallel
+from interlace.parallel.flat import Flat, Round
+from interlace.parallel.run import Placement
 from interlace.parallel.split import Switch
-from interlace.parallel.state import combined, digests
-from interlace.parallel.units import ROOT, Unit, when_ready
+from interlace.parallel.state import combined
+from interlace.parallel.units import IN_FLIGHT, ROOT, Unit, share, when_ready
 
 
 class StagedParallel(DataParallel):
@@ -107,18 +97,13 @@ class StagedParallel(DataParallel):
             if not owned or self.counts_root or place.name not in tied:
                 yield place
 
-    def digest(self, everywhere: bool = False) -> str:
-        self.settle()
-        here = everywhere or (self.group.rank == 0 and self.stands_first)
-        lines = digests(self.flats, here)
-        if not here:
-            return ""
+    def _digest_of(self, lines: list[str]) -> str:
         everyone = gather_bytes("\n".join(lines).encode(), self.pipeline, name="digests of all stages")
         return combined(line for part in everyone for line in part.decode().splitlines())
 
     def _chunks(self, everyone: torch.Tensor) -> list[torch.Tensor]:
         """Those of all stages, of a tied tensor once, in the order of the model."""
-        places = [self._order[unit.name] for unit in [*self.units, self.root] for _ in unit.trainable]
+        places = [self._order[unit.name] for unit in self.all_units for _ in unit.trainable]
         own = [
             (place, chunks)
             for place, chunks in zip(places, super()._chunks(everyone), strict=True)
@@ -143,9 +128,8 @@ class StagedParallel(DataParallel):
         for flat in self._trainable:
             flat.release()
             flat.begin(alone=False)
-        self._whole(self.root.flats)
-        for flat in self.root.flats:
-            flat.show()
+        self._whole(self.root)
+        self.root.show()
 
     def before_backward(self, stage: int, micro_batch: int | None) -> None:
         """Whose gradients come next, which need the weights; None: those that a first part has put aside."""
@@ -160,18 +144,17 @@ class StagedParallel(DataParallel):
     def unshard(self, stage: int) -> None:
         """Starts making the weights of a stage whole; each unit waits for its own when it first runs."""
         for unit in self._units_of(stage):
-            self._whole(unit.flats)
+            self._whole(unit)
 
     def reshard(self, stage: int) -> None:
         """Frees the whole weights of a stage that other ranks hold too."""
         for unit in self._units_of(stage):
-            self._free(unit.flats)
+            self._free(unit)
 
     def ready(self, stage: int) -> None:
         """Waits for the weights of a stage, before a pass reads them."""
         for unit in self._units_of(stage):
-            for flat in unit.flats:
-                flat.show()
+            unit.show()
 
     def reduce(self, stage: int, micro_batch: int | None) -> None:
         """Starts summing the gradients of a stage over data ranks: of the step, or of one micro-batch, in its order."""
@@ -190,7 +173,7 @@ class StagedParallel(DataParallel):
         self._sendings.clear()
         if self.tie is not None:
             self._tie(self.tie)
-        self._free(self.root.flats)
+        self._free(self.root)
         self._now = None
         self._stale = True
         self._refuse_apart()
@@ -228,15 +211,15 @@ class StagedParallel(DataParallel):
     def _units_of(self, stage: int) -> list[Unit]:
         return [unit for unit in self.units if unit.name in self._stages[stage]]
 
-    def _whole(self, flats: Sequence[Flat]) -> None:
-        for flat in flats:
+    def _whole(self, unit: Unit) -> None:
+        for flat in unit.flats:
             if flat.slot is not None and flat.slot.buffer is not None:
                 _resize(flat.slot.buffer, flat.slot.numel)
             flat.gather()
 
-    def _free(self, flats: Sequence[Flat]) -> None:
-        for flat in flats if self.zero == 3 else ():
-            if flat.sharded:
+    def _free(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if flat.is_passing:
                 flat.forget()
                 flat.hide()
                 if flat.slot is not None and flat.slot.buffer is not None:
@@ -274,7 +257,7 @@ class StagedParallel(DataParallel):
             parameter = flat.members[index].parameter  # its turn is with the micro-batch's products
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
-            first_part.keep(parameter, functools.partial(_itself, gradient))
+            first_part.keep(parameter, lambda made=gradient: made)  # type: ignore[misc]
             return
         if flat in self._travelling:  # of the micro-batch before: its buffer is written again now
             self._deliver_run(flat)
@@ -282,32 +265,18 @@ class StagedParallel(DataParallel):
 
     # -- instead of the hooks of one pass ------------------------------------------------------------------------------
 
-    def _make_slots(self, distance: int) -> list[Slot]:
-        flats = [flat for flat in self.flats if flat.casts]
-        found = choose_slots(flats, [0] * len(flats), 0)
-        for flat, slot in zip(flats, found, strict=True):
-            flat.slot = slot
-        return found
-
-    def _make_windows(self, transport: str) -> None:
-        """None: peers must not read memory that stages give back."""
+    def _make_room(self, distance: int, transport: str) -> None:
+        """Nothing is shared, and there are no windows: peers must not read memory that stages give back."""
         if transport == "copy":
             raise ConfigError('transport="copy" is not for stages of a pipeline; use transport="auto".')
+        share(self.units, self.root, 0)
 
     def _register_hooks(self) -> None:
         for unit in self.units:
-            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._show(unit), prepend=True)
+            unit.module.register_forward_pre_hook(lambda module, args, unit=unit: unit.show(), prepend=True)
         for flat in self._trainable:
             for index, member in enumerate(flat.members):
                 when_ready(member.parameter, self._accumulate, flat, index)
-
-    def _show(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            flat.show()
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _resize(buffer: torch.Tensor, numel: int) -> None:

@@ -13,26 +13,17 @@ import torch
 from torch import nn
 
 from interlace.errors import CheckpointError
-from interlace.parallel.flat import Flat, slice_of
+from interlace.parallel.run import Run, slice_of
 
 
-def whole_state(module: nn.Module, flats: Sequence[Flat]) -> dict[str, Any]:
+def whole_state(module: nn.Module, flats: Sequence[Run]) -> dict[str, Any]:
     """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
     whole = {name: tensor.to("cpu", copy=True) for flat in flats for name, tensor in flat.whole(flat.main)}
     state: dict[str, Any] = module.state_dict()
     return {**state, **{name: whole[first] for name, first in _first_names(module, flats).items()}}
 
 
-def digest(flats: Sequence[Flat], here: bool) -> str:
-    """Of every parameter's name and main weights, whatever the plan: blake2b, in order of names.  Collective.
-
-    Only where `here` is true; "" elsewhere.
-    """
-    found = digests(flats, here)  # also where nobody asks: the others gather with this rank
-    return combined(found) if here else ""
-
-
-def digests(flats: Sequence[Flat], here: bool) -> list[str]:
+def digests(flats: Sequence[Run], here: bool) -> list[str]:
     """A line for every parameter, its name and the blake2b of its main weights; none unless `here`.  Collective."""
     found = []
     for flat in flats:
@@ -48,7 +39,7 @@ def combined(lines: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(sorted(set(lines))).encode(), digest_size=16).hexdigest()
 
 
-def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any], strict: bool) -> Any:
+def load_state(module: nn.Module, flats: Sequence[Run], state: Mapping[str, Any], strict: bool) -> Any:
     """Sets main weights and buffers from what `whole_state` returns.  Nothing is sent; gathered copies are now stale.
 
     Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for another
@@ -81,7 +72,7 @@ def load_state(module: nn.Module, flats: Sequence[Flat], state: Mapping[str, Any
     return found._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 
-def _first_names(module: nn.Module, flats: Sequence[Flat]) -> dict[str, str]:
+def _first_names(module: nn.Module, flats: Sequence[Run]) -> dict[str, str]:
     """Every name of every parameter -> the name under which it is held (another one if it is tied)."""
     held = {id(member.parameter): member.name for flat in flats for member in flat.members}
     return {name: held[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}

@@ -226,21 +226,15 @@ def overlapped(config: Config, rank: int, batch: int) -> Counter[overlap.Product
 
 def _resident(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> tuple[int, ...]:
     """Of these runs on a rank: elements of main weights, bytes of copies, elements of gradients."""
-    plan = config.plan
-    compute = config.train.itemsize
+    plan, compute = config.plan, config.train.itemsize
     axis = "shard" if is_hybrid(plan) else "dp"
     is_split = plan.zero > 0 and plan.dp > 1
-    whole = sum(run.cut.total for run in found)
-    held = whole
+    held = whole = sum(run.cut.total for run in found)
     if is_split:
         held = sum(run.over(axis).local_numel((run.cut.total,), mesh, rank) for run in found)
-    copies = 0
-    if is_split and plan.zero == 3 and plan.pp > 1:
-        copies = 0  # all are freed when the step ends
-    elif is_split and plan.zero == 3:
-        copies = compute * sum(_gathered(found))
-    elif is_split or compute != FP32:
-        copies = compute * whole
+    copies = compute * whole if is_split or compute != FP32 else 0
+    if is_split and plan.zero == 3:  # those of a pipeline are freed when the step ends
+        copies = 0 if plan.pp > 1 else compute * sum(_gathered(found))
     fixed = config.run.reproducible == "plan"
     in_place = not is_split or (plan.zero == 1 and not travels_narrow(config, batch))  # whole runs stay, with the sum
     if fixed and is_split and not is_hybrid(plan):
