@@ -22,6 +22,7 @@ from interlace.plan.cost import ATTENTION, LONGER, SHORT, price
 from interlace.plan.fit import check
 from interlace.plan.memory import estimate
 from interlace.plan.search import AXES, RESERVED, search
+from interlace.plan.share import share
 from interlace.plan.simulate import makespan
 from interlace.report.ledger import SECOND, ledgers, median
 from interlace.topology import Link, Topology
@@ -257,6 +258,31 @@ def test_stages_on_two_machines_send_over_the_link_between_them() -> None:
     slow = replace(H200, links=(H200.links[0], replace(H200.links[-1], bandwidth=1e9, collective=())))
     for plan in ("pp=4 tp=4 micro_batches=4", "pp=16 micro_batches=4"):  # the first two are on one machine
         assert seconds(plan, model="1.2b", topology=slow) > 1.05 * seconds(plan, model="1.2b")
+
+
+@pytest.mark.parametrize("plan", ["dp=16 zero=1 shard=8", "dp=8 cp=2 zero=2 shard=4 exchange=gather"])
+def test_with_hybrid_sharding_only_sums_of_copies_cross_machines(plan: str) -> None:
+    fast, slow = Link("inside", 8, 1e30, 1e-30), Link("outside", None, 1e9, 1e-30)
+    cfg = configured("1.2b", f"{plan} overlap=off micro_batches=2", 32)
+    crossing = sum(share(cfg, 0, 32).along["replica"].values())
+    found, rough = (price(cfg, cfg.plan, replace(H200, links=(fast, slow)), exact) for exact in (True, False))
+    assert found.exposed["dp"] == pytest.approx(crossing / 1e9, rel=1e-3)
+    assert rough.exposed["dp"] == pytest.approx(found.exposed["dp"], rel=0.02)
+    whole = configured("1.2b", re.sub(r"shard=\d+", "", plan) + " overlap=off micro_batches=2", 32)
+    assert price(whole, whole.plan, replace(H200, links=(fast, slow))).exposed["dp"] > 3 * found.exposed["dp"]
+
+
+def test_hybrid_sharding_is_tried_where_the_data_axis_spans_machines() -> None:
+    slow = replace(H200, links=(H200.links[0], replace(H200.links[-1], bandwidth=5e9, collective=())))
+    alone = ["zero", "tp", "pp", "cp"]
+    (found,) = search(configured("8b", "zero=3", 16), 16, slow, held=alone).choices
+    assert found.plan.shard == 8
+    (found,) = search(configured("8b", "zero=3 shard=0", 16), 16, slow, held=[*alone, "shard"]).choices
+    assert found.plan.shard == 0
+    assert all(choice.plan.shard == 0 for choice in search(configured("8b", "", 8), 8, slow).choices)
+    experts = ("model.num_experts=8", "model.expert_ffn_size=4096", "model.experts_per_token=2")
+    for choice in search(configured("1.2b", "zero=3", 16, 4096, *experts), 16, slow, held=["zero"]).choices:
+        check(replace(configured("1.2b", "", 16, 4096, *experts), plan=choice.plan), 16, None, AXES)
 
 
 def test_with_experts_their_axis_is_tried() -> None:

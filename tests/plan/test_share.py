@@ -145,6 +145,12 @@ def test_hybrid_sharding_by_hand(zero: int) -> None:
     assert found.gradients == (4 * total if zero == 1 else 4 * total // 3)
     assert found.sent["reduce_scatter"] == 4 * (total * 2 // 3 + total // 3 // 2)
     assert found.sent["all_gather"] == 16 * 5 + 4 * (total * 2 // 3 + total // 3 // 2)
+    inside, outside = 4 * (total * 2 // 3), 4 * (total // 3 // 2)
+    assert found.along == {
+        "dp": {"all_gather": 16 * 5},
+        "shard": {"reduce_scatter": inside, "all_gather": inside},
+        "replica": {"reduce_scatter": outside, "all_gather": outside},
+    }
 
 
 def test_flops_count_recomputation_and_stand_ins() -> None:

@@ -7,19 +7,20 @@ of the peak, everything between the products by its bytes at the memory's bandwi
 `plan.share` on the innermost link that joins their ranks.  What hides a transfer:
 
     dp      gradients under the backward pass of the last micro-batch, all but one unit's; weights under the passes that
-            read them, all but the first unit's
+            read them, all but the first unit's; with hybrid sharding the sums of the copies as gradients
     tp      the best way of each product (`fused.predict`); otherwise nothing
     cp      the attention that runs meanwhile; nothing where heads are dealt out
     ep      a fifth with the own exchange, nothing else
     pp      what the table says: `plan.simulate`, with the exposed transfers of the other axes in its passes
 
-overlap=off hides nothing.  Not seen: the host's time, ranks that differ, the outer links of a hybrid apart.  How near
-the figures are to measured steps: benchmarks/results/2026-11-30-planned-steps.md.
+overlap=off hides nothing.  Not seen: the host's time, ranks that differ.  How near the figures are to measured steps:
+benchmarks/results/2026-11-30-planned-steps.md.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +32,7 @@ from interlace.plan import context, exchange, fused, memory, overlap
 from interlace.plan.expert import held as held_experts
 from interlace.plan.memory import micro_batching
 from interlace.plan.planned import planned, with_transfers
-from interlace.plan.share import Share, share
+from interlace.plan.share import Share, is_hybrid, share
 from interlace.plan.simulate import makespan
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.plan.tensor import seconds as tensor_seconds
@@ -50,6 +51,7 @@ ADDED = 20  # bytes an element of gradients that are added up, read and written,
 UPDATED = 34  # bytes an element of an update and of the norm before it
 HIDDEN_ROWS = 0.2  # of the exchange with experts, by the own kernels
 FORWARD = 0.4  # of what is read and written between products
+DATA = ("dp", "shard", "replica")  # axes along which weights and gradients travel
 ROUNDS = 6  # micro-batches a rank of a pipeline, after which a step goes on as it did
 LONGER = 1.07  # all of it in a step, at the limit of power and beside transfers, over each by itself
 
@@ -234,7 +236,7 @@ def _share(config: Config, rank: int, count: int) -> Share:
     times = {"reduce_scatter": count if fixed else 1, "all_gather": 0 if plan.unsharded else 1}
     weights = {
         axis: {name: nbytes * times.get(name, 1) for name, nbytes in found.along[axis].items()}
-        for axis in ("dp", "edp")
+        for axis in (*DATA, "edp")
         if axis in found.along
     }
     return replace(found, along=found.along | weights)
@@ -250,15 +252,16 @@ def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
     gathers = 0 if plan.zero == 0 else 2 * count if plan.zero == 3 and plan.pp == 1 else 1
     if plan.unsharded and plan.unsharded < num_stages(plan) // plan.pp:  # they take turns
         gathers = 2 * count
-    moved = whole * (merged.dp - 1) / merged.dp
+    inner, wire = ("shard", plan.shard) if is_hybrid(merged) else ("dp", merged.dp), 4 if count > 1 else itemsize
+    moved = whole * (inner[1] - 1) / inner[1]
     along = {
-        "dp": {
-            "reduce_scatter": moved * (4 if count > 1 or plan.pp > 1 else itemsize),
-            "all_gather": moved * itemsize * gathers,
-        }
+        inner[0]: {"reduce_scatter": moved * (4 if plan.pp > 1 else wire), "all_gather": moved * itemsize * gathers}
     }
     if plan.zero == 0:
-        along["dp"] = {"all_reduce": 2 * moved * (4 if count > 1 else itemsize)}
+        along["dp"] = {"all_reduce": 2 * moved * wire}
+    if is_hybrid(merged):
+        across = whole / plan.shard * (1 - plan.shard / merged.dp)
+        along["replica"] = {"reduce_scatter": across * (4 if plan.pp > 1 else wire), "all_gather": 4 * across}
     layers = len(names)
     keys = 2 * cfg.num_kv_heads * cfg.head_dim / plan.tp
     along["cp"] = {"all_to_all": 3 * layers * tokens / plan.cp * keys * itemsize * (plan.cp - 1)}
@@ -380,9 +383,8 @@ def _exposed(
     mesh = Mesh.of(plan)
     layers = max(1, len(units(cfg)) // plan.pp)
     found = {}
-    ranks = mesh.peers(first, ("dp", "cp")) if plan.cp > 1 else mesh.peers(first, "dp")
     fixed = config.run.reproducible == "plan"
-    weights = _weights(plan, topology, mine, own, count, layers, ranks, hides, fixed)
+    weights = _weights(plan, topology, mine, own, count, layers, first, hides, fixed)
     if weights:
         found["dp"] = weights
     if plan.tp > 1:
@@ -410,23 +412,28 @@ def _weights(
     own: _Pass,
     count: int,
     layers: int,
-    ranks: tuple[int, ...],
+    first: int,
     hides: bool,
     fixed: bool,
 ) -> float:
-    """Gradients and weights of the data axis, those of experts among them."""
-    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
-    for axis in ("dp", "edp"):
-        for name, nbytes in mine.along.get(axis, {}).items():
-            moved[name] = moved.get(name, 0.0) + nbytes
+    """Gradients and weights of the data axis, those of experts among them; of hybrid sharding on the links of its
+    groups, and of the copies of one part."""
+    mesh = Mesh.of(context.as_data(plan))
+    moved = {axis: Counter(mine.along.get(axis, {})) for axis in DATA}
+    moved["dp"].update(mine.along.get("edp", {}))
     times = count if plan.zero == 3 and plan.pp == 1 else 1
     rounds = count if fixed else 1  # gradients travel once a micro-batch
 
-    def seconds(name: str, calls: int) -> float:
-        return calls * topology.collective_seconds(name, moved[name] / calls, ranks) if moved[name] else 0.0
+    def seconds(name: str, calls: int, *axes: str) -> float:
+        return sum(
+            calls * topology.collective_seconds(name, moved[axis][name] / calls, mesh.peers(first, axis))
+            for axis in axes
+            if moved[axis][name]
+        )
 
-    reduce = seconds("reduce_scatter", layers * rounds) + seconds("all_reduce", layers * rounds)
-    gather = seconds("all_gather", layers * (2 * times if plan.zero == 3 else 1))
+    reduce = seconds("reduce_scatter", layers * rounds, *DATA) + seconds("all_reduce", layers * rounds, "dp")
+    reduce += seconds("all_gather", layers, "replica")  # of sums
+    gather = seconds("all_gather", layers * (2 * times if plan.zero == 3 else 1), "dp", "shard")
     if not hides:
         return reduce + gather
     forward, backward = own.parts[0], own.parts[1] + own.parts[2]
@@ -443,7 +450,8 @@ def _weights(
 def _unshard(config: Config, cfg: ModelConfig, topology: Topology, first: int, names: tuple[str, ...]) -> float:
     """Seconds in which the units of a stage are gathered, one after another."""
     plan = config.plan
-    merged, ranks = context.as_data(plan), Mesh.of(plan).peers(first, ("dp", "cp") if plan.cp > 1 else "dp")
+    merged = context.as_data(plan)
+    ranks = Mesh.of(merged).peers(first, "shard" if is_hybrid(merged) else "dp")
     found = 0.0
     for run in memory.runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, names):
         if run.shares(plan.zero):

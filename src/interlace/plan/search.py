@@ -3,8 +3,9 @@
 Every mesh that the model and the batch allow is tried, with the schedules of pipelines and micro-batches by powers of
 two; what could run and is left out all the same, `_unwise` says.  Of ZeRO 1 to 3 and the policies of recompute the
 first that fits counts, since each costs more time than the one before: no recompute with ZeRO 1, 2, 3, then selective,
-then full.  `fit` refuses what does not divide, `memory` what does not fit, `cost` prices the rest: all of them by
-formulae, the best ones again with their pipeline's table.
+then full; each of them over all data ranks and, where these are of several machines, within each machine (hybrid).
+`fit` refuses what does not divide, `memory` what does not fit, `cost` prices the rest: all of them by formulae, the
+best ones again with their pipeline's table.
 """
 
 from __future__ import annotations
@@ -84,17 +85,21 @@ def search(
     for number, layout in enumerate(layouts):
         if advance is not None:
             advance(number, len(layouts))
-        for plan in _states(layout, held):
-            reason = _unwise(config, topology, world, plan, held) or refused(config, cfg, plan, world, AXES)
+        for plans in _states(layout, held, topology.links[0].domain or world):
+            reason = _unwise(config, topology, world, plans[0], held) or refused(config, cfg, plans[0], world, AXES)
             if reason:
-                reasons.setdefault(re.sub(r"=\S+|\d+", "", reason), []).append(plan)
+                reasons.setdefault(re.sub(r"=\S+|\d+", "", reason), []).append(plans[0])
                 break  # no stage of ZeRO and no recompute divides what this one does not
-            memory = _memory(config, plan, room)
-            if memory.total <= room:
+            able = [plan for plan in plans if plan is plans[0] or not refused(config, cfg, plan, world, AXES)]
+            sizes = [(plan, _memory(config, plan, room)) for plan in able]
+            fitting = [(plan, memory) for plan, memory in sizes if memory.total <= room]
+            for plan, memory in fitting:
                 _keep(best, Choice(plan, memory, price(config, plan, topology, False, known)))
+            if fitting:
                 break
-            if least is None or memory.total < least[0]:
-                least = memory.total, plan
+            needed = min(memory.total for _, memory in sizes)
+            if least is None or needed < least[0]:
+                least = needed, next(plan for plan, memory in sizes if memory.total == needed)
         else:
             reasons.setdefault("", []).append(layout)
     first = [replace(one, memory=estimate(config, one.plan)) for one in sorted(best.values(), key=_rank)[:AGAIN]]
@@ -136,7 +141,7 @@ def _fullest(config: Config, plan: ParallelPlan) -> list[int]:
 def _keep(best: dict[tuple[object, ...], Choice], choice: Choice) -> None:
     """As the best of its mesh and schedule, if it is."""
     plan = choice.plan
-    mesh = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.schedule, plan.chunks)
+    mesh = (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep, plan.shard, plan.schedule, plan.chunks)
     if mesh not in best or _rank(choice) < _rank(best[mesh]):
         best[mesh] = choice
 
@@ -207,14 +212,24 @@ def _no_mesh(config: Config, world: int, held: Collection[str]) -> str:
     return f'no mesh has "{asked}": {rule}'
 
 
-def _states(layout: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
-    """Stages of ZeRO and policies of recompute, the quickest first."""
+def _states(layout: ParallelPlan, held: Collection[str], domain: int) -> Iterator[tuple[ParallelPlan, ...]]:
+    """Stages of ZeRO and policies of recompute, the quickest first; each over all data ranks, then within a domain."""
     stages = (1, 2, 3) if layout.dp * layout.cp > 1 else (0,)
     if "zero" in held or layout.unsharded:  # which ZeRO-3 alone has
         stages = (layout.zero if "zero" in held else 3,)
     for policy in (layout.recompute,) if "recompute" in held else RECOMPUTE:
         for zero in stages:
-            yield replace(layout, zero=zero, recompute=policy)
+            plan = replace(layout, zero=zero, recompute=policy)
+            inside = 0 if "shard" in held or not zero else _inside(plan, domain)
+            yield (plan, replace(plan, shard=inside)) if inside else (plan,)
+
+
+def _inside(plan: ParallelPlan, domain: int) -> int:
+    """The most data ranks of one domain that a copy may be split over, where the data axis spans several; or 0."""
+    if plan.dp * plan.cp * plan.tp <= domain:
+        return 0
+    sizes = range(2, min(plan.dp + 1, plan.dp * plan.cp))
+    return max((n for n in sizes if plan.dp % n == 0 and n * plan.tp <= domain), default=0)
 
 
 def _pipelines(mesh: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:

@@ -50,7 +50,8 @@ class Run:
 class Share:
     """One rank's part.  Bytes, except `flops`: those of matrix products in one step.
 
-    sent: by collective; along: the same by axis, those of experts' data axis under "edp".
+    sent: by collective; along: the same by axis, those of experts' data axis under "edp"; with hybrid sharding what
+    crosses all ranks of the data axis under "dp", what stays in a group under "shard", the rest under "replica".
     """
 
     main: int
@@ -172,7 +173,7 @@ def share(
     length = context.held(config.data.sequence_length, given.plan.cp, position)
     along: dict[str, Counter[str]] = {}
     if plan.dp > 1:
-        along["dp"] = Counter(_sent(config, mesh, rank, batch, compute, found))
+        along |= _sent(config, mesh, rank, batch, compute, found)
     rows = None
     if plan.ep > 1:
         theirs = tuple(run for run in everything if run.is_expert)
@@ -181,7 +182,8 @@ def share(
         more = _resident(for_experts, ours, there, batch, theirs)
         kept = tuple(a + b for a, b in zip(kept, more, strict=True))
         if for_experts.plan.dp > 1:
-            along["edp"] = Counter(_sent(for_experts, ours, there, batch, compute, theirs, scalars=0))
+            apart = _sent(for_experts, ours, there, batch, compute, theirs, scalars=0)
+            along["edp"] = sum(apart.values(), Counter())
         rows, moved = _work_of_experts(given, config, rank, batch, visits, compute)
         along["ep"] = Counter(all_to_all=moved)
     main, copies, gradients = kept
@@ -380,8 +382,8 @@ def _gathers(config: Config, place: int, count: int, fixed: bool) -> dict[str, i
 
 def _sent(
     config: Config, mesh: Mesh, rank: int, batch: int, compute: int, found: tuple[Run, ...], scalars: int = SCALARS
-) -> dict[str, int]:
-    """Bytes that this rank sends in a step, by collective: each unit's transitions times how often they happen.
+) -> dict[str, Counter[str]]:
+    """Bytes that this rank sends in a step by axis and collective: each unit's transitions, as often as they happen.
 
     scalars: bytes of what is exchanged once a step.
     """
@@ -394,7 +396,7 @@ def _sent(
     if scalars:
         layers = expert.layers(config.model_config(), [run.unit for run in found])
         scalars += INT64 * len(layers) * (config.model_config().num_experts + 1)  # how often each was chosen
-    sent = {"all_gather": scalars * (plan.dp - 1), "reduce_scatter": 0}
+    sent = {"dp": Counter(all_gather=scalars * (plan.dp - 1))}
     units_run = [run for run in found if run.unit != "root"]
     times = dict.fromkeys((run.unit for run in found), 1)
     if plan.zero == 3 and plan.pp == 1:
@@ -407,10 +409,11 @@ def _sent(
     elif plan.zero == 3:
         times |= _gathers(config, mesh.index(rank, "pp"), count, fixed)
 
-    def add(before: str, after: str, run: Run, elements: int, itemsize: int, often: int) -> None:
-        have, want = (Layout.parse(text.replace(":c", f":{run.cut.chunk}")) for text in (before, after))
+    def add(axis: str, summed: bool, run: Run, elements: int, itemsize: int, often: int) -> None:
+        split = f"U/{axis}:{run.cut.chunk}"
+        have, want = (Layout.parse(text) for text in ((f"U +{axis}", split) if summed else (split, "U")))
         for transfer in transition(have, want, (elements,), mesh, itemsize):
-            sent[transfer.collective] += transfer.bytes_by_rank[rank] * often
+            sent.setdefault(axis, Counter())[transfer.collective] += transfer.bytes_by_rank[rank] * often
 
     hybrid = is_hybrid(plan)
     inner = "shard" if hybrid else "dp"
@@ -419,15 +422,15 @@ def _sent(
         shard = whole // mesh.size(inner)
         if _is_summed_elsewhere(plan, mesh, rank, run, fixed):
             if plan.zero:
-                add(f"U/{inner}:c", "U", run, whole, compute, 1)
+                add(inner, False, run, whole, compute, 1)
             continue
         if fixed:
-            add("U +dp", "U/dp:c", run, whole, wire, count)
+            add("dp", True, run, whole, wire, count)
         else:
-            add(f"U +{inner}", f"U/{inner}:c", run, whole, wire, 1)
+            add(inner, True, run, whole, wire, 1)
         if hybrid:
             if not fixed:
-                add("U +replica", "U/replica:c", run, shard, wire, 1)
-            add("U/replica:c", "U", run, shard, FP32, 1)
-        add(f"U/{inner}:c", "U", run, whole, FP32 if plan.zero == 0 else compute, times[run.unit])
+                add("replica", True, run, shard, wire, 1)
+            add("replica", False, run, shard, FP32, 1)
+        add(inner, False, run, whole, FP32 if plan.zero == 0 else compute, times[run.unit])
     return sent
