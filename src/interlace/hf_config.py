@@ -12,13 +12,13 @@ model type's own defaults.  The auxiliary router loss is on only where `output_r
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from interlace.errors import ConfigError, nearest
-from interlace.model_config import ModelConfig, RopeScaling
+from interlace.hf_rotary import integer, partial, rope, table_of
+from interlace.model_config import ModelConfig
 
 MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
 QWEN = ("qwen3", "qwen2_moe", "qwen3_moe")
@@ -82,24 +82,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 NULL = ("sliding_window", "num_key_value_heads", "partial_rotary_factor")
 # Keys that change training alone, and that no config.json holds for every model type.
 TRAINING = ("dropout", "router_aux_loss", "router_z_loss", "router_bias_rate", "router_fp32", "capacity_factor")
+# Those that are reckoned with before ModelConfig sees them.
+INTEGERS = (
+    "num_hidden_layers",
+    "head_dim",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "max_window_layers",
+    "moe_intermediate_size",
+    "n_shared_experts",
+)
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-# Keys of any rotary table that say nothing about the frequencies, or are read elsewhere.
-_ROPE_OTHER = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", "max_position_embeddings")
 
 
 def read(folder: str | Path) -> ModelConfig:
@@ -181,6 +174,8 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where}: {key} must be {json.dumps(allowed[0])} or absent, found {json.dumps(given[key])}"
             )
+    for key in INTEGERS:
+        integer(given.get(key, 0), key, where)
 
 
 def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -216,9 +211,11 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         dims |= _biased_experts(given)
     elif kind not in ("llama", "qwen3"):
         dims |= _experts(kind, given)
+    if dims.get("num_experts") == 0:
+        raise ConfigError(f"{where}: model_type {kind} needs at least 1 expert, found 0; one without is llama or qwen3")
     if "num_experts" in dims:
         dims["dense_layers"] = _dense_layers(kind, given, where)
-    return dims | _rope(kind, given, where, dims["head_dim"])
+    return dims | rope(kind, given, where, dims["head_dim"])
 
 
 def _head_dim(hidden: Any, heads: Any, where: str) -> int:
@@ -327,71 +324,6 @@ def _windowed(layers: Any, count: Any, where: str) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(layers) if name == "sliding_attention")
 
 
-def _rope(kind: str, given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
-    """rope_theta, rope_scaling and rotary_dim, from `rope_scaling` (keys "rope_type" or the older "type") or
-    `rope_parameters`, which must agree where both are there."""
-    found = [_rotary(name, given, where, head_dim) for name in ("rope_scaling", "rope_parameters") if given.get(name)]
-    if len(found) == 2 and found[0] != found[1]:
-        raise ConfigError(
-            f"{where}: rope_scaling and rope_parameters say different things, found "
-            f"{json.dumps(given['rope_scaling'])} and {json.dumps(given['rope_parameters'])}: remove the one that the "
-            "weights were not trained with"
-        )
-    dims = found[0] if found else _rotary("rope_scaling", given, where, head_dim)
-    if "rotary_dim" in dims and kind != "glm4_moe":
-        raise ConfigError(
-            f"{where}: partial_rotary_factor turns {dims['rotary_dim']} of {head_dim} features, where model_type "
-            f"{kind} turns all of them: remove it, or take model_type glm4_moe if the weights were trained so"
-        )
-    return dims
-
-
-def _rotary(name: str, given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
-    """The same of one of the two keys."""
-    table = given.get(name) or {}
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: {name} must be an object, found {json.dumps(table)}")
-    if any(isinstance(value, Mapping) for value in table.values()):
-        raise ConfigError(f"{where}: {name} must hold one rotary table for all layers, found one per layer type")
-    table = {key: value for key, value in table.items() if value is not None}
-    kind = table.get("rope_type", table.get("type", "default"))
-    if kind not in _ROPE_KEYS:
-        raise ConfigError(f"{where}: {name} type must be one of {', '.join(_ROPE_KEYS)}, found {json.dumps(kind)}")
-    if table.get("type", kind) != kind:
-        raise ConfigError(f"{where}: {name} has rope_type {json.dumps(kind)} and type {json.dumps(table['type'])}")
-    if unknown := [key for key in table if key not in (*_ROPE_KEYS[kind], *_ROPE_OTHER)]:
-        raise ConfigError(f"{where}: {name} of type {kind} has a key that it does not know, {unknown[0]}")
-    dims = {"rope_theta": table.get("rope_theta", given.get("rope_theta", 10000.0))}
-    dims |= _rotary_dim(table.get("partial_rotary_factor", given.get("partial_rotary_factor", 1)), head_dim, where)
-    if kind == "default":
-        return dims
-    scaling = {key: table[key] for key in _ROPE_KEYS[kind] if key in table}
-    if kind in ("llama3", "yarn"):
-        trained = given.get("original_max_position_embeddings", scaling.get("original_max_position_embeddings"))
-        scaling["original_max_position_embeddings"] = trained or given["max_position_embeddings"]
-    if kind == "yarn" and "factor" not in scaling:
-        scaling["factor"] = given["max_position_embeddings"] / scaling["original_max_position_embeddings"]
-    required = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    if missing := [key for key in required if key not in scaling]:
-        raise ConfigError(f"{where}: {name} of type {kind} lacks {', '.join(missing)}")
-    return {**dims, "rope_scaling": {"type": kind, **scaling}}
-
-
-def _rotary_dim(factor: Any, head_dim: int, where: str) -> dict[str, Any]:
-    """How many features of a head turn, where not all do."""
-    if factor is None:
-        return {}
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        raise ConfigError(f"{where}: partial_rotary_factor must be above 0 and at most 1, found {json.dumps(factor)}")
-    turning = int(head_dim * factor)
-    if turning % 2 or turning == 0:
-        raise ConfigError(
-            f"{where}: partial_rotary_factor {factor:g} turns {turning} of {head_dim} features, which must be an even "
-            "number above 0"
-        )
-    return {"rotary_dim": turning} if turning < head_dim else {}
-
-
 def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """The config.json of a model; `from_hf(to_hf(cfg)) == cfg` but for what no exported weight depends on (TRAINING).
 
@@ -413,7 +345,7 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "initializer_range": cfg.init_std,
         "rms_norm_eps": cfg.norm_eps,
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": _rope_table(cfg.rope_scaling),
+        "rope_scaling": table_of(cfg.rope_scaling),
         "attention_dropout": cfg.attention_dropout,
         "tie_word_embeddings": cfg.tie_embeddings,
         "use_cache": True,
@@ -443,7 +375,7 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
     if kind == "qwen2_moe":
         config |= {"qkv_bias": cfg.qkv_bias, "shared_expert_intermediate_size": cfg.shared_ffn_size}
     if kind == "glm4_moe":
-        config |= {"use_qk_norm": cfg.qk_norm, "partial_rotary_factor": _partial(cfg)}
+        config |= {"use_qk_norm": cfg.qk_norm, "partial_rotary_factor": partial(cfg)}
     if kind in BIASED:
         config |= {
             "n_routed_experts": cfg.num_experts,
@@ -520,17 +452,3 @@ def _model_type(cfg: ModelConfig) -> str:
         if holds:
             raise ConfigError(f"cannot write a config.json: the nearest model type, {kind}, has no {found.lower()}")
     return kind
-
-
-def _partial(cfg: ModelConfig) -> float:
-    """The share of a head's features that turn; times head_dim, and cut to an integer, it is their number."""
-    turning = cfg.rotary_dim or cfg.head_dim
-    share = turning / cfg.head_dim
-    return share if int(cfg.head_dim * share) == turning else math.nextafter(share, 1.0)
-
-
-def _rope_table(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    values = {key: getattr(scaling, key) for key in _ROPE_KEYS[scaling.type]}
-    return {"rope_type": scaling.type} | {key: value for key, value in values.items() if value is not None}

@@ -361,6 +361,28 @@ def missing_tensor(folder):
     return INDEX, name
 
 
+def tensors_of_other_names(folder):
+    """As transformers 5 holds experts, and older programs whole models, in memory."""
+    for file in {path.name for path in folder.glob("*.safetensors")}:
+        rewrite(
+            folder, file, lambda tensors: [tensors.update({f"my.{key}": tensors.pop(key)}) for key in list(tensors)]
+        )
+    edit_index(folder, lambda weight_map: [weight_map.update({f"my.{k}": weight_map.pop(k)}) for k in list(weight_map)])
+    return (
+        INDEX,
+        "lacks lm_head.weight, ",
+        "config.json asks for, and holds my.lm_head.weight, my.model.",
+        "more instead",
+    )
+
+
+def no_head(folder):
+    file = json.loads((folder / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    edit_index(folder, lambda weight_map: weight_map.pop("lm_head.weight"))
+    (folder / file).unlink()  # of its own
+    return INDEX, "lacks lm_head.weight, which", "set tie_word_embeddings to true if the embedding is the head"
+
+
 def foreign_tensor(folder):
     file = second(folder).name
     edit_index(folder, lambda weight_map: weight_map.update({"model.layers.2.mlp.up_proj.weight": file}))
@@ -409,6 +431,8 @@ FAULTS = [
     index_lists_what_the_shard_lacks,
     shard_holds_what_the_index_lacks,
     missing_tensor,
+    tensors_of_other_names,
+    no_head,
     foreign_tensor,
     wrong_shape,
     wrong_dtype,

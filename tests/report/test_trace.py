@@ -337,6 +337,17 @@ def test_names_that_are_no_proper_text(tmp_path: Path) -> None:
     assert [event.kind for event in read([path]).events] == ["compute", "comm", "compute"]
 
 
+def test_what_a_rank_does_on_another_gpu_is_left_out() -> None:
+    """One thing in a hundred at most, as a context on the first GPU makes; more of it is another rank's."""
+    own = [kernel(GEMM, 10 * i, 10, device=1) for i in range(99)]
+    one = ranked(0, kernel(GEMM, 0, 990))
+    found = read_all(one, ranked(1, *own, kernel("memset", 3, 1)))
+    assert rows(accounts(found)[1]) == {"compute": 990}
+    assert "1.json: 1 events on GPU 0 are left out, the others are on GPU 1" in found.notes
+    with pytest.raises(DataError, match=r"1.json: holds 2 devices"):
+        read_all(one, ranked(1, *own, kernel("memset", 3, 1), kernel("memset", 6, 1)))
+
+
 def test_files_that_cannot_be_laid_together() -> None:
     one = ranked(0, kernel(GEMM, 0, 1))
     with pytest.raises(DataError, match=r"1.json: it has no distributedInfo, so it cannot be laid beside"):

@@ -211,7 +211,11 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
         expected |= dict.fromkeys(hf_names(cfg)[parameter.name], shape)
     if missing := [name for name in expected if name not in place]:
         where = folder / (INDEX if (folder / INDEX).is_file() else SINGLE)
-        raise CheckpointError(f"{where} lacks {_some(missing)}, which config.json asks for")
+        instead = [name for name in place if name not in expected]
+        rest = f", and holds {_some(instead)} instead" if instead else ""
+        if missing == ["lm_head.weight"]:
+            rest = ": set tie_word_embeddings to true if the embedding is the head, else restore the tensor"
+        raise CheckpointError(f"{where} lacks {_some(missing)}, which config.json asks for{rest}")
     if cfg.tie_embeddings and "lm_head.weight" in place:
         embedding, head = (
             _finite(folder / place[name], name, shards[place[name]])

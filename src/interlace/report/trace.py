@@ -34,6 +34,7 @@ DEVICE = {"kernel": "kernel", "gpu_memcpy": "gpu_memcpy", "gpu_memset": "gpu_mem
 LAUNCHES = ("cuda_runtime", "cuda_driver", "runtime", "driver")
 OPERATORS = ("cpu_op", "operator", "user_annotation")
 NAME_LENGTH = 300
+STRAY = 0.01  # of a file's events on the device, that may be on GPUs which are not the rank's own
 Memory = dict[int, list[tuple[float, float]]]  # rank -> (seconds, bytes allocated)
 
 
@@ -81,6 +82,7 @@ def load(path: str | Path) -> dict[str, Any]:
 def from_traces(traces: Sequence[tuple[str, Mapping[str, Any]]]) -> Traced:
     """The same from (where it is from, JSON)."""
     files = [_File(where, trace) for where, trace in traces]
+    strays = [note for file in files if len(files) > 1 and (note := file.leave_strays())]
     ranks = _ranks(files)
     if all(file.base for file in files):  # nanoseconds since 1970, where the times of each file begin
         for file in files:
@@ -95,7 +97,7 @@ def from_traces(traces: Sequence[tuple[str, Mapping[str, Any]]]) -> Traced:
     found.groups = labels.groups()
     if len(files) > 1:
         _align(found)
-    found.notes += _remarks(files, found, labels)
+    found.notes += strays + _remarks(files, found, labels)
     return found
 
 
@@ -135,6 +137,18 @@ class _File:
         self.updates = _joined(entry for entry in marks if str(entry.get("name")).startswith("Optimizer.step"))
         self.steps = [entry for entry in marks if re.fullmatch(r"ProfilerStep#\d+", str(entry.get("name")))]
         self.points = [entry for entry in trace["traceEvents"] if _is_memory(entry)]
+
+    def leave_strays(self) -> str:
+        """Leaves out what a rank does on GPUs that are not its own, as a context on the first one makes; says so."""
+        counts = Counter(map(_device, self.device))
+        (main, _), *others = counts.most_common()
+        strays = sum(count for _, count in others)
+        if not strays or strays > STRAY * len(self.device):
+            return ""
+        self.device = [entry for entry in self.device if _device(entry) == main]
+        self.devices = [main]
+        away = ", ".join(str(device) for device, _ in others)
+        return f"{self.where}: {strays} events on GPU {away} are left out, the others are on GPU {main}"
 
     def events(self, rank: int, origin: float, labels: _Axes) -> list[Event]:
         """Device events of a rank, or of every device of a file that has several, each a rank then."""
