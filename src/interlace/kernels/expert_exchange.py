@@ -43,7 +43,7 @@ from interlace.kernels.expert_plain import plain
 from interlace.kernels.tile import DTYPES, POINTERS, Operand, is_interpreted, operand, widens
 from interlace.plan import exchange as plan
 
-OPEN, CLOSE, WIDE = Tile(128, 128, 64, 8, 8, 3), Tile(128, 128, 64, 8, 8, 4), Tile(128, 256, 64, 8, 8, 3)
+OPEN, CLOSE, WIDE = Tile(128, 128, 64, 8, 8, 4), Tile(128, 128, 64, 8, 8, 4), Tile(128, 256, 64, 8, 8, 3)
 
 
 @dataclass(frozen=True)
