@@ -131,6 +131,27 @@ def test_groups_told_apart_by_name_or_shape_are_refused() -> None:
     step([p for _, p in lora.named_parameters()], [])
 
 
+@pytest.mark.usefixtures("_alone")
+def test_a_rate_for_a_name_that_no_flat_run_has_is_refused() -> None:
+    """A head with its own rate would go on with that of the rest; its unit has a name that can be chosen by."""
+
+    def step(units: list[str] | None, **own: Any) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+        model = interlace.parallelize(module, units=units)
+        model(torch.randn(2, 3)).square().sum().backward()
+        head = [
+            [p for name, p in model.named_parameters() if name.startswith("2") == chosen] for chosen in (True, False)
+        ]
+        torch.optim.AdamW([{"params": head[0], **own}, {"params": head[1]}], lr=1e-3, weight_decay=0.0).step()
+
+    for own in ({"lr": 0.1}, {"betas": (0.8, 0.9)}):
+        said = rf"group of the optimizer is empty, and another gives another {next(iter(own))} to root.*units"
+        with pytest.raises(ConfigError, match=said):
+            step(None, **own)
+    step(None)
+    step(["0", "1", "2"], lr=0.1)
+
+
 def test_a_method_may_run_units_again(run_ranks: Run) -> None:
     assert run_ranks("rank_functions_steps:written", 2) == [True, True]
 
