@@ -61,7 +61,8 @@ Update = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor] | None], None]
 class Member:
     """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run.
 
-    part: which slice of it the tensor axis has left here, if there is such an axis.
+    part: which slice of it the tensor axis has left here, if there is such an axis.  version: torch's count of writes
+    to the parameter, as it was when its module was wrapped; gathers do not add to it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Member:
     shape: torch.Size
     offset: int = 0
     part: Part | None = None
+    version: int = 0
 
     @property
     def numel(self) -> int:
@@ -389,6 +391,11 @@ class Flat:
                 self._absent = torch.full((), value, dtype=self.compute_dtype, device=self.main.device)
         for member in self.members:
             member.parameter.data = self._absent.expand(member.shape)
+
+    def note_versions(self) -> None:
+        """From now on a write to a parameter is told from none."""
+        for member in self.members:
+            member.version = member.parameter._version
 
     @property
     def gathered(self) -> bool:

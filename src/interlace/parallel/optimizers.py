@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
 from interlace.parallel.data import DataParallel
+from interlace.parallel.state import guard
 
 HOLDER = "holder"  # key of a parameter group: whose state this is
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
@@ -25,7 +26,7 @@ FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimiz
 
 
 def watch(model: DataParallel) -> None:
-    """Looks at every optimizer's steps as long as the model lives."""
+    """Looks at every optimizer's steps, and at calls for the module's own state, as long as the model lives."""
     own = {id(parameter): name for name, parameter in model.module.named_parameters()}
     leaves = {id(leaf) for leaf in model.leaves()}
     holder, known = _holder(model), weakref.WeakSet[torch.optim.Optimizer]()
@@ -42,6 +43,7 @@ def watch(model: DataParallel) -> None:
         if model is None or not any(id(leaf) in leaves for leaf in held):
             return
         model.refuse_unreduced("the optimizer's step")
+        model.refuse_written()
         _refuse_scaler(model)
         _refuse_state(optimizer, held, holder)
         if optimizer not in known:
@@ -50,6 +52,11 @@ def watch(model: DataParallel) -> None:
             _refuse_kind(optimizer, held[0].device, model.holds_part)
             known.add(optimizer)
 
+    def serves() -> bool:
+        model = reference()
+        return model is None or model.tells_state or model.is_module_itself
+
+    guard(model.module, serves)
     weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
 
 
