@@ -473,6 +473,16 @@ def test_momentum_may_be_changed_on_resume(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("decay", "said"), [(1, False), (2, True)])
+def test_a_decay_that_begins_amid_the_warmup_is_told(
+    decay: int, said: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wsd = ["train.lr_schedule=wsd", "train.warmup=2", f"train.decay={decay}"]
+    rates = [row["learning_rate"] for row in train(runs.config(tmp_path, "dp=1", wsd))]
+    assert rates == pytest.approx([0.005, 0.01, 0.01 if decay == 1 else 0.005])
+    assert ("note: warmup (2) and decay (2) are more than the 3 steps" in capfd.readouterr().err) == said
+
+
 def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:
     overrides = ["model.dropout=0.2", "train.steps=4", "run.save_every=2"]
     rows = train(runs.config(tmp_path, "dp=1", overrides))

@@ -466,6 +466,12 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
         yield f"MFU: causal model FLOPs over {folder.peak / 1e12:.3g} TFLOP/s per rank ({folder.peak_source})"
     if cfg.train.warmup >= session.steps:
         yield f"note: warmup takes {cfg.train.warmup} of {session.steps} steps, so the rate never reaches its peak"
+    warmup, decay = cfg.train.warmup, optimizers.decay_steps(cfg.train, session.steps)
+    if warmup < session.steps < warmup + decay:
+        yield (
+            f"note: warmup ({warmup}) and decay ({decay}) are more than the {session.steps} steps; the decay's rate counts "
+            "once the warmup is over"
+        )
     yield from session.notes
 
 
