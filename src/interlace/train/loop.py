@@ -469,8 +469,8 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
     warmup, decay = cfg.train.warmup, optimizers.decay_steps(cfg.train, session.steps)
     if warmup < session.steps < warmup + decay:
         yield (
-            f"note: warmup ({warmup}) and decay ({decay}) are more than the {session.steps} steps; the decay's rate counts "
-            "once the warmup is over"
+            f"note: warmup ({warmup}) and decay ({decay}) are more than the {session.steps} steps; the decay's rate "
+            "counts once the warmup is over"
         )
     yield from session.notes
 
