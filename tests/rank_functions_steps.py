@@ -48,6 +48,13 @@ def refused(world: World) -> dict[str, str]:
         said.attempt(f"unreduced norm {zero}", lambda model=model: model.clip_grad_norm_(1.0))  # type: ignore[misc]
         one_pass(model, world.rank)
         optimizer.step()
+    for zero in (1, 2):
+        model = wrapped(zero)
+        one_pass(model, world.rank)
+        said.attempt(f"own state of a module {zero}", model.module.state_dict)
+        with torch.no_grad():
+            model.module.weight.zero_()
+        said.attempt(f"written {zero}", torch.optim.SGD(model.parameters(), lr=0.1).step)
     model = wrapped(1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     optimizer = torch.optim.AdamW(model.parameters())

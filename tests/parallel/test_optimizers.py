@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,6 +132,80 @@ def test_groups_told_apart_by_name_or_shape_are_refused() -> None:
     step([p for _, p in lora.named_parameters()], [])
 
 
+@pytest.mark.usefixtures("_alone")
+def test_a_rate_for_a_name_that_no_flat_run_has_is_refused() -> None:
+    """A head with its own rate would go on with that of the rest; its unit has a name that can be chosen by."""
+
+    def step(units: list[str] | None, **own: Any) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+        model = interlace.parallelize(module, units=units)
+        model(torch.randn(2, 3)).square().sum().backward()
+        head = [
+            [p for name, p in model.named_parameters() if name.startswith("2") == chosen] for chosen in (True, False)
+        ]
+        torch.optim.AdamW([{"params": head[0], **own}, {"params": head[1]}], lr=1e-3, weight_decay=0.0).step()
+
+    for own in ({"lr": 0.1}, {"betas": (0.8, 0.9)}):
+        said = rf"group of the optimizer is empty, and another gives another {next(iter(own))} to root.*units"
+        with pytest.raises(ConfigError, match=said):
+            step(None, **own)
+    step(None)
+    step(["0", "1", "2"], lr=0.1)
+
+
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "initialised": lambda module: module.apply(lambda each: each is module[0] and each.reset_parameters()),
+    "clamped": lambda module: module[0].weight.clamp_(-0.1, 0.1),
+}
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_to_the_modules_own_copies_are_refused(write: Callable[[nn.Module], Any]) -> None:
+    """The next weights would undo them; those that are the main weights themselves stay, and a load makes all anew."""
+    for dtype in (None, torch.bfloat16):
+        model = interlace.parallelize(nn.Sequential(nn.Linear(3, 3)), compute_dtype=dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        before = model.state_dict()
+        with torch.no_grad():
+            write(model.module)
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        if dtype is None:
+            optimizer.step()
+            assert not torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+            continue
+        for call in (optimizer.step, model.state_dict):
+            with pytest.raises(
+                ConfigError, match=r"^0\.(weight|bias) of the module itself was written to.* parameters\(\)"
+            ):
+                call()
+        model.load_state_dict(before)
+        optimizer.step()
+        assert torch.equal(model.state_dict()["0.weight"], before["0.weight"])
+
+
+@pytest.mark.usefixtures("_alone")
+def test_the_modules_own_state_is_refused_where_it_is_a_copy() -> None:
+    """It would lag a step behind, and what is loaded into it would be undone."""
+    plain = nn.Sequential(nn.Linear(3, 3)).state_dict()
+    model = interlace.parallelize(nn.Sequential(nn.Linear(3, 3)))
+    model.module.load_state_dict(plain)
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, plain[name]) for name, value in model.module.state_dict().items())
+    model = interlace.parallelize(nn.Sequential(nn.Linear(3, 3)), compute_dtype=torch.bfloat16)
+    for module, state in ((model.module, plain), (model.module[0], nn.Linear(3, 3).state_dict())):
+        with pytest.raises(ConfigError, match=r"^state_dict of the wrapped module itself .* what parallelize returned"):
+            module.state_dict()
+        with pytest.raises(ConfigError, match=r"^load_state_dict of the wrapped module itself"):
+            module.load_state_dict(state)
+    model.load_state_dict(plain)
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    module = model.module
+    del model
+    gc.collect()
+    module.state_dict()
+
+
 def test_a_method_may_run_units_again(run_ranks: Run) -> None:
     assert run_ranks("rank_functions_steps:written", 2) == [True, True]
 
@@ -143,6 +218,11 @@ def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> Non
             )
             assert said[f"unreduced norm {zero}"].endswith("outside of it, the last of a shorter accumulation too.")
         assert said["scaler"].startswith("ConfigError: a GradScaler looks for overflow in this rank's part")
+        for zero in (1, 2):
+            assert said[f"own state of a module {zero}"].startswith(
+                "ConfigError: state_dict of the wrapped module itself"
+            )
+            assert said[f"written {zero}"].startswith("ConfigError: weight of the module itself was written to")
         assert said["own state"] == "nothing"
         other = (
             "ConfigError: the optimizer has the state of rank 0 of dp=2 with zero=1, and this is rank 1 of dp=2 with"

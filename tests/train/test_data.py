@@ -12,7 +12,7 @@ import torch
 
 from interlace.config import DataSection
 from interlace.errors import DataError
-from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, rows, shard
+from interlace.train.data import IGNORED, Batch, Cursor, Dataset, Span, micro_batches, rows, shard
 
 END = 256
 
@@ -212,6 +212,39 @@ def test_resume_under_another_batch_size_goes_on_where_it_was(tmp_path: Path, dr
     assert (cursor.epoch, cursor.offset) == ((1, 0) if drop_last else (0, 18))
     if not drop_last:
         assert dataset.indices(cursor, 6) == order[18:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_run_whose_batches_change_is_followed_by_its_spans(tmp_path: Path, drop_last: bool) -> None:
+    """20 sequences in batches of 6, from step 5 on of 3, from step 9 on of 8: place by place as a run walks."""
+    dataset = numbered(tmp_path, 20, drop_last=drop_last)
+    spans, step, cursor, places = [], 0, dataset.cursor_at(0, 6), []
+    for steps, size in ((5, 6), (4, 3), (7, 8)):
+        cursor = dataset.resume(cursor.to_json(), size)
+        spans.append(Span(step, cursor.epoch, cursor.offset, size))
+        for _ in range(steps):
+            places.append((step, cursor, dataset.indices(cursor, size)))
+            step, cursor = step + 1, dataset.advance(cursor, size)
+    assert len({cursor.epoch for _, cursor, _ in places}) > 3
+    for step, cursor, indices in places:
+        assert dataset.cursor_in(spans, step) == cursor
+        assert [row["step"] for row in rows(dataset, range(step, step + 1), 8, spans)] == [step] * len(indices)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [3, 6, 20, 50])
+def test_steps_until_the_end_of_an_epoch_are_those_that_a_walk_makes(
+    tmp_path: Path, size: int, drop_last: bool
+) -> None:
+    dataset = numbered(tmp_path, 20, drop_last=drop_last)
+    if drop_last and size > 20:
+        return
+    for begin in (dataset.cursor_at(0, 6), dataset.cursor_at(2, 6), dataset.cursor_at(5, 6)):
+        begin = cursor = dataset.resume(begin.to_json(), size)
+        made = 0
+        while cursor.epoch < 3:
+            made, cursor = made + 1, dataset.advance(cursor, size)
+        assert dataset.steps_until(begin, 3, size) == made
 
 
 def test_other_data_are_refused_by_name(tmp_path: Path) -> None:

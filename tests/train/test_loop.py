@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import runs
 from interlace import spec
-from interlace.checkpoint import Reader
+from interlace.checkpoint import Reader, newest
+from interlace.cli import app
 from interlace.config import Config, loads
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, PeerLost, ResourceError
 from interlace.events import read_jsonl
@@ -26,7 +28,7 @@ from interlace.models.decoder import Decoder
 from interlace.models.weights import SINGLE, load_hf
 from interlace.report.ledger import SECOND, ledgers
 from interlace.train import export, loop
-from interlace.train.data import Dataset
+from interlace.train.data import Cursor, Dataset
 
 STEPS, HALF = 8, 4
 LONG = [f"train.steps={STEPS}", "train.lr_schedule=wsd", "train.warmup=2", "run.save_every=4"]
@@ -392,11 +394,6 @@ def test_torn_rows_go_and_a_checkpoint_damaged_since_is_passed_over(
             r"its data differ from the checkpoint's in sequence_length \(16, now 8\)",
         ),
         (["train.steps=3"], ConfigError, r"made 3 steps already, and the run asks for 3; ask .* --set train.steps=6"),
-        (
-            ["train.global_batch=100", "train.epochs=1"],
-            ConfigError,
-            r"made 3 steps already, and the run asks for 2; ask .* --set train.epochs=2",
-        ),
     ],
 )
 def test_a_run_that_cannot_go_on_says_why(
@@ -409,6 +406,62 @@ def test_a_run_that_cannot_go_on_says_why(
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+def test_epochs_end_where_they_do_under_another_batch_size(tmp_path: Path) -> None:
+    """111 sequences: 2 steps of 40, then 8 of 4 (the last has 3) end the first epoch, and 28 are the second."""
+    epochs = ["train.lr_schedule=constant", "run.save_every=50"]
+    train(runs.config(tmp_path, "dp=1", [*epochs, "train.steps=2", "train.global_batch=40"]))
+    cfg = runs.config(tmp_path, "dp=1", [*epochs, "train.epochs=2", "train.global_batch=4"])
+    made = train(cfg, "auto")
+    assert [row["step"] for row in made] == list(range(1, 2 + 8 + 28 + 1))
+    cursor = Reader(step_folder(cfg, 38)).meta["cursor"]
+    assert (cursor["epoch"], cursor["offset"]) == (2, 0)
+    larger = runs.config(tmp_path, "dp=1", [*epochs, "train.epochs=2", "train.global_batch=111"])
+    with pytest.raises(ConfigError, match=r"made 38 steps already, and the run asks for 38; .* --set train.epochs=3"):
+        train(larger, "auto")
+
+
+def test_a_run_folder_tells_what_each_step_saw_whatever_its_batch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also in another folder, where only the later steps were made."""
+    train(runs.config(tmp_path, "dp=1", ["train.steps=2", "train.global_batch=40"]))
+    half = str(tmp_path / "run" / "checkpoints" / "step-2")
+    cfg = runs.config(tmp_path, "dp=1", ["train.steps=4", "train.global_batch=5"], out="again")
+    made = train(cfg, half)
+    assert "a step has 5 sequences from here on, and had 40 before" in capfd.readouterr().err
+    file, told = str(tmp_path / "again" / "run.toml"), {}
+    for step in range(4):
+        shown = CliRunner().invoke(app, ["data", file, "--steps", f"{step}:{step + 1}"])
+        told[step] = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [len(told[step]) for step in range(4)] == [40, 40, 5, 5]
+    labels = [sum(label >= 0 for row in told[step] for label in row["labels"]) for step in (2, 3)]
+    assert labels == [row["labels"] for row in made]
+    dataset = Dataset.open(cfg.data, 257, cfg.run.seed)
+    assert [row["tokens"] for row in told[2]] == dataset.sequences(
+        0, dataset.indices(Cursor(0, 80, dataset.digest), 5)
+    ).tokens_BT.tolist()
+
+
+def test_a_run_that_goes_back_leaves_later_checkpoints_aside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Else the next look for the newest one would take them, of a continuation that the run has left."""
+    every = ["run.save_every=2", "train.lr_schedule=constant"]
+    train(cfg := runs.config(tmp_path, "dp=1", [*every, "train.steps=6"]))
+    left = state(cfg, 6)
+    back = str(step_folder(cfg, 2))
+    train(cfg := runs.config(tmp_path, "dp=1", [*every, "train.steps=4", "train.learning_rate=1e-3"]), back)
+    aside = tmp_path / "run" / "checkpoints" / "aside-1"
+    assert f"note: saved after step 2, now in {aside}: step-4, step-6" in capfd.readouterr().err
+    assert newest(tmp_path / "run") == step_folder(cfg, 4)
+    own = state(cfg, 4)
+    made = train(runs.config(tmp_path, "dp=1", [*every, "train.steps=5", "train.learning_rate=1e-3"]), "auto")
+    assert [row["step"] for row in made] == [1, 2, 3, 4, 5]
+    assert not torch.equal(own["main/head.output.weight"], Reader(aside / "step-4").read("main/head.output.weight"))
+    kept = Reader(newest(aside))
+    assert all(torch.equal(kept.read(name), value) for name, value in left.items())
+    train(runs.config(tmp_path, "dp=1", [*every, "train.steps=3"]), back)
+    assert sorted(path.name for path in aside.with_name("aside-2").iterdir()) == ["step-4", "step-5"]
+
+
 def test_momentum_may_be_changed_on_resume(tmp_path: Path) -> None:
     sgd = ["train.optimizer=sgd"]
     train(runs.config(tmp_path, "dp=1", [*sgd, "train.steps=2", "train.momentum=0.9"]))
@@ -418,6 +471,16 @@ def test_momentum_may_be_changed_on_resume(tmp_path: Path) -> None:
     assert len([name for name in state(cfg, 4) if name.startswith("momentum")]) == len(
         spec.parameters(cfg.model_config())
     )
+
+
+@pytest.mark.parametrize(("decay", "said"), [(1, False), (2, True)])
+def test_a_decay_that_begins_amid_the_warmup_is_told(
+    decay: int, said: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wsd = ["train.lr_schedule=wsd", "train.warmup=2", f"train.decay={decay}"]
+    rates = [row["learning_rate"] for row in train(runs.config(tmp_path, "dp=1", wsd))]
+    assert rates == pytest.approx([0.005, 0.01, 0.01 if decay == 1 else 0.005])
+    assert ("note: warmup (2) and decay (2) are more than the 3 steps" in capfd.readouterr().err) == said
 
 
 def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:

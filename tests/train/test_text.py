@@ -224,6 +224,17 @@ def test_each_fault_has_its_sentence(tmp_path: Path, line: bytes, fault: str) ->
     assert refusal(lambda: read(path)).startswith(f"{path}:3: {fault}")
 
 
+def test_json_is_not_read_as_plain_text(tmp_path: Path) -> None:
+    """Its syntax would be trained on; lines are known by .jsonl, in whatever case, in a folder too."""
+    jsonl(tmp_path / "a.json", {"text": "one"})
+    fault = f"{tmp_path / 'a.json'}: JSON would be read as plain text (name it .jsonl if each line is an object)"
+    assert refusal(lambda: read(tmp_path / "a.json")).startswith(fault)
+    jsonl(tmp_path / "b.JSONL", {"text": "two"})
+    assert strings(read(tmp_path / "b.JSONL")) == strings(read(tmp_path)) == ["two"]
+    both = read(f"{tmp_path}/*", skip=True)
+    assert (strings(both), both.skipped) == (["two"], (fault,))
+
+
 def test_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
     assert strings(read(tmp_path / "a.jsonl")) == ["a"]

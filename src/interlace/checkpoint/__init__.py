@@ -3,6 +3,7 @@
     checkpoints/step-50/manifest.json         names, shapes, layouts, pieces, sizes, digests, step, the caller's meta
     checkpoints/step-50/rank-R.safetensors    the pieces rank R held: 1-D ranges of the unsharded, flattened tensors
     checkpoints/writer.lock                   which process writes here
+    checkpoints/aside-1/step-60/              of a continuation that a run has left by going back to an earlier step
 
 A piece is `[start, stop)` of a flattened tensor, so a reader needs no mesh: it asks for the flat ranges its own layout
 gives it.  The pieces of a name must tile its tensor exactly once; a replicated tensor is saved by one of its holders.
@@ -27,7 +28,7 @@ no NaN, limited depth).  File names in a manifest are `rank-N.safetensors` and n
 """
 
 from interlace.checkpoint.lock import LOCK
-from interlace.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, PLAIN, Slices
+from interlace.checkpoint.manifest import DTYPES, FORMAT, MANIFEST, PLAIN, STEP, Slices
 from interlace.checkpoint.reader import Reader, configuration, find, newest
 from interlace.checkpoint.writer import Piece, Writer
 
@@ -37,6 +38,7 @@ __all__ = [
     "LOCK",
     "MANIFEST",
     "PLAIN",
+    "STEP",
     "Piece",
     "Reader",
     "Slices",

@@ -105,13 +105,14 @@ def data(
 
     def work() -> None:
         from interlace.config import load
-        from interlace.train.data import Dataset, rows
+        from interlace.train.data import Dataset, rows, spans_of
 
         cfg = load(run or None, set_, parallel or None)
         wanted = step_range(steps)
         dataset = Dataset.open(cfg.data, cfg.model_config().vocab_size, cfg.run.seed)
         print("\n".join([dataset.describe(cfg.train.global_batch), *dataset.skipped]), file=sys.stderr)
-        for row in rows(dataset, wanted, cfg.train.global_batch):
+        spans = spans_of(run, dataset.digest, cfg.train.global_batch)
+        for row in rows(dataset, wanted, cfg.train.global_batch, spans):
             print(json.dumps(row))
 
     guarded(work, debug)

@@ -151,6 +151,7 @@ class DataParallel(Wrapped):
         self._register_hooks()
         frozen.keep(self._trainable)
         for flat in self.flats:
+            flat.note_versions()
             if flat.slot is None:
                 flat.point(flat.main)
             elif flat.is_passing:

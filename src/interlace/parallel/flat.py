@@ -182,6 +182,11 @@ class Flat(Run):
         for member in self.members:
             member.parameter.data = self._absent.expand(member.shape)
 
+    def note_versions(self) -> None:
+        """From now on a write to a parameter is told from none."""
+        for member in self.members:
+            member.version = member.parameter._version
+
     @property
     def gathered(self) -> bool:
         """Whether the parameters can be read, once what is on its way has arrived."""

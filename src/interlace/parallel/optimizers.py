@@ -17,14 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
 from interlace.parallel.data import DataParallel
+from interlace.parallel.state import guard
 
 HOLDER = "holder"  # key of a parameter group: whose state this is
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
+OPTIONS = ("lr", "betas", "momentum", "eps")  # that a group may have for itself, beside weight decay
 FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimizer's
 
 
 def watch(model: DataParallel) -> None:
-    """Looks at every optimizer's steps as long as the model lives."""
+    """Looks at every optimizer's steps, and at calls for the module's own state, as long as the model lives."""
     own = {id(parameter): name for name, parameter in model.module.named_parameters()}
     leaves = {id(leaf) for leaf in model.leaves()}
     holder, known = _holder(model), weakref.WeakSet[torch.optim.Optimizer]()
@@ -41,6 +43,7 @@ def watch(model: DataParallel) -> None:
         if model is None or not any(id(leaf) in leaves for leaf in held):
             return
         model.refuse_unreduced("the optimizer's step")
+        model.refuse_written()
         _refuse_scaler(model)
         _refuse_state(optimizer, held, holder)
         if optimizer not in known:
@@ -49,6 +52,11 @@ def watch(model: DataParallel) -> None:
             _refuse_kind(optimizer, held[0].device, model.holds_part)
             known.add(optimizer)
 
+    def serves() -> bool:
+        model = reference()
+        return model is None or model.tells_state or model.is_module_itself
+
+    guard(model.module, serves)
     weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
 
 
@@ -94,18 +102,31 @@ def _refuse_state(optimizer: torch.optim.Optimizer, leaves: Sequence[nn.Paramete
 
 
 def _refuse_groups(model: DataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Of parameters told apart by name or shape to give some no weight decay: flat ones are all alike in these."""
-    rates = {bool(group.get("weight_decay")) for group in optimizer.param_groups if not group["params"]}
+    """Of parameters told apart by name or shape, to give some no weight decay or a rate of their own: flat ones are all
+    alike in these, so that a group of some of them has none."""
+    empty = [group for group in optimizer.param_groups if not group["params"]]
+    rates = {bool(group.get("weight_decay")) for group in empty}
     filled = {id(place.leaf) for place in model.placements(owned=False)}
-    for group in optimizer.param_groups if len(rates) == 1 else []:
+    for group in optimizer.param_groups if empty else []:
         decays = bool(group.get("weight_decay"))
+        other = next((key for key in OPTIONS if any(group.get(key) != each.get(key) for each in empty)), None)
         for leaf in group["params"]:
-            if id(leaf) in filled and decays not in rates and leaf.decay != decays:
-                raise ConfigError(
-                    f"a parameter group of the optimizer is empty, and another gives {'' if decays else 'no '}weight "
-                    f"decay to {leaf.label}; a wrapped module's parameters are flat runs, without the names and shapes "
-                    "of single tensors, so take parameter_groups(weight_decay) of what parallelize returned."
+            if id(leaf) not in filled:
+                continue
+            if len(rates) == 1 and decays not in rates and leaf.decay != decays:
+                found = f"{'' if decays else 'no '}weight decay"
+                take = "take parameter_groups(weight_decay) of what parallelize returned"
+            elif other is not None:
+                found, take = (
+                    f"another {other}",
+                    "name what has its own in parallelize's units, and choose by that name",
                 )
+            else:
+                continue
+            raise ConfigError(
+                f"a parameter group of the optimizer is empty, and another gives {found} to {leaf.label}; a wrapped "
+                f"module's parameters are flat runs, without the names and shapes of single tensors, so {take}."
+            )
 
 
 def _refuse_kind(optimizer: torch.optim.Optimizer, device: torch.device, in_parts: bool) -> None:

@@ -35,7 +35,8 @@ Materialise = Callable[[str, int, int], torch.Tensor]
 class Member:
     """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run.
 
-    part: which slice of it the tensor axis has left here, if there is such an axis.
+    part: which slice of it the tensor axis has left here, if there is such an axis.  version: torch's count of writes
+    to the parameter, as it was when its module was wrapped; gathers do not add to it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Member:
     shape: torch.Size
     offset: int = 0
     part: Part | None = None
+    version: int = 0
 
     @property
     def numel(self) -> int:

@@ -5,14 +5,15 @@ Equals `state_dict` and `load_state_dict` of the module before it was wrapped.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from interlace.errors import CheckpointError
+from interlace.errors import CheckpointError, ConfigError
 from interlace.parallel.run import Run, slice_of
 
 
@@ -21,6 +22,22 @@ def whole_state(module: nn.Module, flats: Sequence[Run]) -> dict[str, Any]:
     whole = {name: tensor.to("cpu", copy=True) for flat in flats for name, tensor in flat.whole(flat.main)}
     state: dict[str, Any] = module.state_dict()
     return {**state, **{name: whole[first] for name, first in _first_names(module, flats).items()}}
+
+
+def guard(module: nn.Module, serves: Callable[[], bool]) -> None:
+    """Lets `state_dict` and `load_state_dict` of the module itself, and of modules inside it, go on only while
+    `serves()`: else they see gathered copies, which the next weights are not in, or parts of them."""
+
+    def refuse(call: str, *_: Any) -> None:
+        if not serves():
+            raise ConfigError(
+                f"{call} of the wrapped module itself sees copies or parts of its weights, not those that are trained; "
+                f"call {call} of what parallelize returned."
+            )
+
+    for inner in module.modules():
+        inner.register_state_dict_pre_hook(functools.partial(refuse, "state_dict"))
+        inner.register_load_state_dict_pre_hook(functools.partial(refuse, "load_state_dict"))
 
 
 def digests(flats: Sequence[Run], here: bool) -> list[str]:

@@ -9,6 +9,7 @@ train or save other numbers without a word is refused.  `parallel.data` runs the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -47,6 +48,7 @@ class Wrapped(nn.Module):
         self.units, self.root = all_units[:-1], all_units[-1]
         self.boxes: list[Boxes] = []  # of lines over copy engines, whose slots peers write to
         self.meeting: Callable[[str], None] | None = None  # returns when every rank has called it
+        self.tells_state = False  # while `state_dict` or `load_state_dict` of this object runs
         self._squares: dict[Flat, tuple[Versions, torch.Tensor]] = {}  # of gradients, found while others travelled
         self._known = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
@@ -147,6 +149,7 @@ class Wrapped(nn.Module):
         self.settle()
         for flat in self.flats:
             flat.forget()
+            flat.note_versions()
             if self.zero < 3:
                 flat.gather()
                 flat.show()
@@ -221,6 +224,22 @@ class Wrapped(nn.Module):
                     "replace and tie parameters before parallelize."
                 )
 
+    def refuse_written(self) -> None:
+        """`ConfigError` for a parameter of the module itself that was written to: the next gather would undo it."""
+        for flat in self.flats:
+            for member in [] if flat.slot is None else flat.members:
+                if member.parameter._version != member.version:
+                    raise ConfigError(
+                        f"{member.name} of the module itself was written to, a copy that the next weights replace; do "
+                        "it before parallelize, or to the parameters() of what that returned, or by its "
+                        "load_state_dict()."
+                    )
+
+    @property
+    def is_module_itself(self) -> bool:
+        """Whether the module's own parameters are, whole and in place, the weights that are trained."""
+        return self.tensor is None and all(flat.slot is None for flat in self.flats)
+
     # -- state -------------------------------------------------------------------------------------------------------
 
     def digest(self, everywhere: bool = False) -> str:
@@ -237,10 +256,13 @@ class Wrapped(nn.Module):
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
         self.refuse_changed()
+        self.refuse_written()
         self._meet("state_dict")
         self.settle()
         destination = {} if destination is None else destination
-        for name, value in whole_state(self.module, self.flats).items():
+        with self._telling_state():
+            state = whole_state(self.module, self.flats)
+        for name, value in state.items():
             destination[prefix + name] = value
         return destination
 
@@ -253,9 +275,18 @@ class Wrapped(nn.Module):
         self.refuse_changed()
         self._meet("load_state_dict", always=True)
         self.settle()
-        found = load_state(self.module, self.flats, state_dict, strict)
+        with self._telling_state():
+            found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
+
+    @contextmanager
+    def _telling_state(self) -> Iterator[None]:
+        self.tells_state = True
+        try:
+            yield
+        finally:
+            self.tells_state = False
 
     def _meet(self, name: str, always: bool = False) -> None:
         """Before a call that every rank has to make: where it gathers, or `always`."""

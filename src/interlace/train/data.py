@@ -15,8 +15,10 @@ restart or batch size changes it.  A `Cursor` counts sequences, not steps or bat
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,16 @@ class Cursor:
     def to_json(self) -> dict[str, Any]:
         """The cursor as plain values for a checkpoint's manifest; `Dataset.resume` takes them back."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run's steps from `step` on: batches of `global_batch` sequences, the first at this place of the data."""
+
+    step: int
+    epoch: int
+    offset: int
+    global_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +165,32 @@ class Dataset:
                 f"{_count(self.num_sequences, 'sequence')}; use a global_batch of at most {self.num_sequences} or "
                 "drop_last = false."
             )
-        return self.num_sequences // global_batch if self.drop_last else -(-self.num_sequences // global_batch)
+        return self._batches_left(0, global_batch)
 
     def cursor_at(self, step: int, global_batch: int) -> Cursor:
         """The cursor before step `step` (from 0) of a run that began at the start with this batch size."""
-        epoch, batch = divmod(step, self.steps_per_epoch(global_batch))
-        return Cursor(epoch, batch * global_batch, self.digest)
+        return self.cursor_in([Span(0, 0, 0, global_batch)], step)
+
+    def cursor_in(self, spans: Sequence[Span], step: int) -> Cursor:
+        """The cursor before step `step` of a run whose batches had these sizes; spans in order, one at or before it."""
+        span = [span for span in spans if span.step <= step][-1]
+        made, first = step - span.step, self._batches_left(span.offset, span.global_batch)
+        if made < first:
+            return Cursor(span.epoch, span.offset + made * span.global_batch, self.digest)
+        epochs, batch = divmod(made - first, self.steps_per_epoch(span.global_batch))
+        return Cursor(span.epoch + 1 + epochs, batch * span.global_batch, self.digest)
+
+    def steps_until(self, cursor: Cursor, epochs: int, global_batch: int) -> int:
+        """Batches from the cursor to the end of the first `epochs` epochs."""
+        if cursor.epoch >= epochs:
+            return 0
+        whole = (epochs - cursor.epoch - 1) * self.steps_per_epoch(global_batch)
+        return whole + self._batches_left(cursor.offset, global_batch)
+
+    def _batches_left(self, offset: int, global_batch: int) -> int:
+        """Batches of an epoch from `offset` on."""
+        left = self.num_sequences - offset
+        return left // global_batch if self.drop_last else -(-left // global_batch)
 
     def advance(self, cursor: Cursor, global_batch: int) -> Cursor:
         """The cursor after the batch at `cursor`; the end of an epoch is the beginning of the next."""
@@ -247,11 +279,28 @@ def micro_batches(indices: Sequence[int], m: int) -> list[list[int]]:
     return [shard(indices, m, i) for i in range(m)]
 
 
-def rows(dataset: Dataset, steps: range, global_batch: int) -> Iterator[dict[str, Any]]:
-    """What the model sees in `steps`, one dict a sequence: the content of `interlace data`, the same for every plan."""
+def spans_of(run_file: str, digest: str, global_batch: int) -> list[Span]:
+    """The spans that the folder of a `run.toml` tells of: of these data, and up to this batch size; else none."""
+    record = Path(run_file).with_name("data.json") if run_file else None
+    if record is None or not record.is_file():
+        return []
+    try:
+        kept = json.loads(record.read_text(encoding="utf-8"))
+        spans = [Span(**span) for span in kept["spans"]] if kept["digest"] == digest else []
+    except (OSError, ValueError, TypeError, KeyError):  # no run's
+        return []
+    return spans if spans and spans[-1].global_batch == global_batch else []
+
+
+def rows(dataset: Dataset, steps: range, global_batch: int, spans: Sequence[Span] = ()) -> Iterator[dict[str, Any]]:
+    """What the model sees in `steps`, one dict a sequence: the content of `interlace data`, the same for every plan.
+
+    spans: of a run that went on with other batch sizes; else all have `global_batch`.
+    """
+    spans = spans or [Span(0, 0, 0, global_batch)]
     for step in steps:
-        cursor = dataset.cursor_at(step, global_batch)
-        batch = dataset.sequences(cursor.epoch, dataset.indices(cursor, global_batch))
+        cursor, size = dataset.cursor_in(spans, step), [span.global_batch for span in spans if span.step <= step][-1]
+        batch = dataset.sequences(cursor.epoch, dataset.indices(cursor, size))
         for index in range(batch.samples_B.numel()):
             yield {
                 "step": step,

@@ -8,9 +8,11 @@
                       with run.reproducible = "plan" the last one holds the digest of the weights
     events.jsonl      work, transfers and waits of the first steps and of every tenth one after, of the first 64 ranks,
                       on one clock; `interlace report` reads it
-    data.json         the digest of the data, the files they are from, and what was skipped, with the reason
+    data.json         the digest of the data, the files they are from, what was skipped, with the reason, and the sizes
+                      of batches, where they changed on resume
     error.json        why the run failed, written by the command line
-    checkpoints/      step-N/ as `interlace.checkpoint` writes it
+    checkpoints/      step-N/ as `interlace.checkpoint` writes it; aside-N/ holds those of later steps than the one from
+                      which the run went on
     loss.svg          the loss curve
 
 Numbers of a step are read from the device while the next step runs there, so that looking does not make it wait.
@@ -20,22 +22,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import math
+import os
 import re
 import resource
 import time
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from interlace import spec
-from interlace.checkpoint import Writer
+from interlace.checkpoint import STEP, Writer
 from interlace.collectives import Group, Record, all_gather, gather_bytes
 from interlace.collectives.handle import Moment, between, now
 from interlace.config import loads
@@ -189,8 +193,7 @@ def _resume(session: Session, resume: str) -> tuple[int, bool]:
     session.world.status(operation=f"reading {folder.name}")
     step = state.restore(session, folder)
     if step >= session.steps:
-        train = session.cfg.train
-        more = f"epochs={step * train.epochs // session.steps + 1}" if train.epochs else f"steps={2 * step}"
+        more = f"epochs={session.cursor.epoch + 1}" if session.cfg.train.epochs else f"steps={2 * step}"
         raise ConfigError(
             f"{folder} has made {step} steps already, and the run asks for {session.steps}; ask for more, as with "
             f"--set train.{more}."
@@ -238,6 +241,7 @@ class _RunFolder:
         if self.writes:
             self._refuse_another_run()
             with self._writing():
+                self._leave_behind()
                 self._open()
             self.board = _tensorboard(self.out) if cfg.run.tensorboard else None
             self.progress = Progress(session.steps, resumed_from=self.start)
@@ -273,6 +277,19 @@ class _RunFolder:
                 "another folder with --set run.out=FOLDER."
             )
 
+    def _leave_behind(self) -> None:
+        """Moves checkpoints of steps after the one that the run goes on from: they are of another continuation, and the
+        next look for the newest one would take them."""
+        root = self.out / "checkpoints"
+        found = [(name, STEP.fullmatch(name)) for name in sorted(os.listdir(root))]
+        later = [name for name, match in found if match and int(match[1]) > self.start]
+        if later:
+            aside = next(place for n in itertools.count(1) if not (place := root / f"aside-{n}").exists())
+            aside.mkdir()
+            for name in later:
+                os.rename(root / name, aside / name)
+            self.session.notes.append(f"note: saved after step {self.start}, now in {aside}: {', '.join(later)}")
+
     def _open(self) -> None:
         """Begins the files of rows anew; on resume, rows of the steps before stay, of those made again they go."""
         cfg, copy = self.session.cfg, self.out / "schedule.csv"
@@ -282,7 +299,8 @@ class _RunFolder:
                 cfg = replace(cfg, plan=replace(cfg.plan, schedule=str(copy)))
         table = f"# products chosen by the table {self.session.table}\n" if self.session.table else ""
         (self.out / "run.toml").write_text(table + cfg.to_toml(), encoding="utf-8")
-        (self.out / "data.json").write_text(json.dumps(self.session.dataset.record(), indent=1), encoding="utf-8")
+        record = self.session.dataset.record() | {"spans": [asdict(span) for span in self.session.spans]}
+        (self.out / "data.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
         (self.out / "error.json").unlink(missing_ok=True)
         metrics, events = self.out / "metrics.jsonl", self.out / "events.jsonl"
         rows, past = [], []
@@ -448,6 +466,12 @@ def _opening_lines(folder: _RunFolder) -> Iterator[str]:
         yield f"MFU: causal model FLOPs over {folder.peak / 1e12:.3g} TFLOP/s per rank ({folder.peak_source})"
     if cfg.train.warmup >= session.steps:
         yield f"note: warmup takes {cfg.train.warmup} of {session.steps} steps, so the rate never reaches its peak"
+    warmup, decay = cfg.train.warmup, optimizers.decay_steps(cfg.train, session.steps)
+    if warmup < session.steps < warmup + decay:
+        yield (
+            f"note: warmup ({warmup}) and decay ({decay}) are more than the {session.steps} steps; the decay's rate "
+            "counts once the warmup is over"
+        )
     yield from session.notes
 
 

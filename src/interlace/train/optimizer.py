@@ -41,10 +41,14 @@ def learning_rate(cfg: TrainSection, step: int, steps: int) -> float:
         done = (step - cfg.warmup) / max(1, steps - cfg.warmup)
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
     if cfg.lr_schedule == "wsd":
-        decay = cfg.decay or max(1, steps // 5)
-        left = (steps - step) / decay
+        left = (steps - step) / decay_steps(cfg, steps)
         return low + (peak - low) * min(1.0, max(0.0, left))
     return peak
+
+
+def decay_steps(cfg: TrainSection, steps: int) -> int:
+    """How many of the last steps the rate falls in a line; 0 where the schedule has no such part."""
+    return (cfg.decay or max(1, steps // 5)) if cfg.lr_schedule == "wsd" else 0
 
 
 def update(

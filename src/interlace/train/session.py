@@ -46,7 +46,7 @@ from interlace.plan.tensor import across_hosts
 from interlace.topology import Topology
 from interlace.train import optimizer as optimizers
 from interlace.train import recompute, stages
-from interlace.train.data import IGNORED, Batch, Cursor, Dataset, micro_batches, shard
+from interlace.train.data import IGNORED, Batch, Cursor, Dataset, Span, micro_batches, shard
 from interlace.world import World
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth")
@@ -56,9 +56,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class Session:
-    """`steps`: of the whole run; `cursor`: the next global batch; `columns_T`: positions of each sequence that are
-    here, None = all.  `groups["dp"]` are all ranks that share weights, cp's neighbours among them.  `table`: device and
-    digest of the measurements that products of the tensor axis are chosen by, "" where nothing is."""
+    """`steps`: of the whole run; `cursor`: the next global batch; `spans`: the sizes of batches so far; `columns_T`:
+    positions of each sequence that are here, None = all.  `groups["dp"]` are all ranks that share weights, cp's
+    neighbours among them.  `table`: device and digest of the measurements that products of the tensor axis are chosen
+    by, "" where nothing is."""
 
     world: World
     cfg: Config
@@ -71,6 +72,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     steps: int
     cursor: Cursor
+    spans: list[Span]
     notes: list[str] = field(default_factory=list)
     columns_T: torch.Tensor | None = None
     table: str = ""
@@ -179,7 +181,8 @@ def build(world: World, cfg: Config) -> Session:
     if cfg.train.epochs:
         steps = cfg.train.epochs * dataset.steps_per_epoch(cfg.train.global_batch)
     cursor = dataset.cursor_at(0, cfg.train.global_batch)
-    made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor)
+    spans = [Span(0, 0, 0, cfg.train.global_batch)]
+    made = Session(world, cfg, model_cfg, mesh, groups, meter, dataset, model, optimizer, steps, cursor, spans)
     if axis_of_cp is not None:
         made.columns_T = axis_of_cp.columns()
         model.boxes += [] if axis_of_cp.boxes is None else [axis_of_cp.boxes]

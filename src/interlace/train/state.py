@@ -16,6 +16,7 @@ import torch
 from interlace.checkpoint import Piece, Reader, find
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError
+from interlace.train.data import Span
 from interlace.train.optimizer import state_keys
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def meta(session: Session, step: int) -> dict[str, Any]:
         "plan": str(session.cfg.plan),
         "table": session.table,
         "cursor": session.cursor.to_json(),
+        "spans": [asdict(span) for span in session.spans],
     }
 
 
@@ -108,10 +110,23 @@ def restore(session: Session, folder: Path) -> int:
     session.model.refresh()
     _load_optimizer(session, state, float(reader.meta["optimizer_step"]))
     session.cursor = session.dataset.resume(reader.meta["cursor"], session.cfg.train.global_batch)
+    _take_spans(session, reader)
     saved = reader.meta.get("table", "")
     if saved and session.table and saved != session.table:
         session.notes.append(f"note: products were chosen by the table {saved} when {folder.name} was saved")
     return reader.step
+
+
+def _take_spans(session: Session, reader: Reader) -> None:
+    """Which batches led here.  Steps asked for as epochs are those made, and those that the epochs still have."""
+    train, step, cursor = session.cfg.train, reader.step, session.cursor
+    session.spans = [Span(**span) for span in reader.meta.get("spans", ())] or session.spans
+    if (last := session.spans[-1].global_batch) != train.global_batch:
+        session.spans = [span for span in session.spans if span.step < step]
+        session.spans.append(Span(step, cursor.epoch, cursor.offset, train.global_batch))
+        session.notes.append(f"note: a step has {train.global_batch} sequences from here on, and had {last} before")
+    if train.epochs:
+        session.steps = step + session.dataset.steps_until(cursor, train.epochs, train.global_batch)
 
 
 def _load_optimizer(session: Session, state: dict[torch.nn.Parameter, dict[str, torch.Tensor]], step: float) -> None:

@@ -29,7 +29,8 @@ from interlace.errors import DataError, nearest
 from interlace.tokenizer import Tokenizer, tokenizer
 
 CHUNK = 4 << 20  # characters tokenised at a time
-SUFFIXES = (".txt", ".jsonl")  # what a folder is searched for
+SUFFIXES = (".txt", ".jsonl")  # what a folder is searched for, in whatever case
+JSON = (".json", ".ndjson", ".jsonlines")  # which are no text, and may or may not have an object a line
 NO_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -224,7 +225,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], without: set[str]) -> list[st
     found = []
     for where, folders, files in os.walk(folder, onerror=unreadable):
         folders[:] = [name for name in folders if name not in without]
-        found += [Path(where, name).relative_to(folder).as_posix() for name in files if name.endswith(suffixes)]
+        found += [Path(where, name).relative_to(folder).as_posix() for name in files if name.lower().endswith(suffixes)]
     if not found:
         raise DataError(f"the folder {folder} holds no {' or '.join(suffixes)} file.", file=str(folder))
     return sorted(found)
@@ -247,8 +248,10 @@ def _corpus() -> tuple[list[str], Iterator[Piece]]:
 
 
 def _file_pieces(file: str, field: str) -> Iterator[Piece]:
-    if file.endswith(".jsonl"):
+    if file.lower().endswith(".jsonl"):
         yield from _records(file, field)
+    elif file.lower().endswith(JSON):
+        yield Piece(file, 0, fault="JSON would be read as plain text (name it .jsonl if each line is an object)")
     else:
         yield _text_piece(Path(file), file)
 
