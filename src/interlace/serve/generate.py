@@ -1,4 +1,4 @@
-"""Tokens and text from trained weights, on one device: a batch of one, the context computed anew for every token.
+"""Tokens and text from trained weights, on one device: a batch of one, keys and values of what was read kept.
 
     model, tokenizer, cfg = load("runs/demo", "cpu")
     for piece in sample_text(model, tokenizer, "def ", 200, temperature=0.8, context=cfg.data.sequence_length):
@@ -22,6 +22,7 @@ from interlace.checkpoint import Reader, configuration, newest
 from interlace.config import Config, ModelConfig
 from interlace.errors import CheckpointError, ConfigError, DataError, NumericsError, nearest
 from interlace.models.decoder import Decoder
+from interlace.serve.cache import Cache
 from interlace.tokenizer import Tokenizer, stream, tokenizer
 
 
@@ -106,30 +107,19 @@ def _generate(
     stop: int | None,
     context: int,
 ) -> Iterator[int]:
+    cache, read = Cache(model), 0
     for _ in range(max_new):
-        logits_V = _last_logits(model, tokens[-context:])
+        if len(tokens) > context:  # the window begins at another token, so every position is another one
+            cache, read = Cache(model), len(tokens) - context
+        logits_V = cache.logits(tokens[read:]).double().cpu()
+        read = len(tokens)
+        if not bool(logits_V.isfinite().all()):
+            raise NumericsError("the model's logits are not finite; use a checkpoint from before its run diverged")
         token = _choose(logits_V, temperature, top_k, key, len(tokens))
         if token == stop:
             return
         tokens.append(token)
         yield token
-
-
-@torch.no_grad()
-def _last_logits(model: Decoder, tokens: list[int]) -> Tensor:
-    """Logits [V] of the token after these: fp64 on the CPU, without dropout.  Only the last position meets the head."""
-    device = model.embedding.weight.device
-    tokens_BT = torch.tensor([tokens], device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        x_BTD = model.hidden(tokens_BT, model.context((1, len(tokens)), device))
-        logits_V: Tensor = model.head(x_BTD[:, -1:])[0, 0].double().cpu()
-    finally:
-        model.train(was_training)
-    if not bool(logits_V.isfinite().all()):
-        raise NumericsError("the model's logits are not finite; use a checkpoint from before its run diverged")
-    return logits_V
 
 
 def _choose(logits_V: Tensor, temperature: float, top_k: int, key: int, place: int) -> int:

@@ -1,0 +1,91 @@
+"""Kept keys and values: the logits of a model that reads everything at once, whatever its layers see."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from interlace import config
+from interlace.models.decoder import Decoder, initialise
+from interlace.serve.cache import Cache
+from interlace.serve.generate import generate
+
+torch.set_num_threads(1)
+
+SIZES = """
+[model]
+vocab_size = 61
+hidden_size = 24
+num_layers = 3
+num_heads = 6
+num_kv_heads = 2
+head_dim = 4
+ffn_size = 20
+init_std = 0.5
+dropout = 0.4
+max_positions = 64
+"""
+MODELS: dict[str, dict[str, Any]] = {
+    "grouped heads": {},
+    "window": {"sliding_window": 5},
+    "window of some layers, with its first tokens": {"sliding_window": 3, "window_layers": (0, 2), "sink_tokens": 2},
+    "sinks": {"attention_sinks": True},
+    "sinks in a window": {"attention_sinks": True, "sliding_window": 4},
+    "norms of heads, biases, half of the features turn": {"qk_norm": True, "qkv_bias": True, "rotary_dim": 2},
+    "experts": {"num_experts": 5, "expert_ffn_size": 12, "experts_per_token": 2},
+    "experts with limits, which evaluation has not": {
+        "num_experts": 5, "expert_ffn_size": 12, "experts_per_token": 2, "capacity_factor": 0.5,
+    },
+}  # fmt: skip
+
+
+def made(**dims: Any) -> Decoder:
+    known = {field.name for field in dataclasses.fields(config.ModelConfig)}
+    assert set(dims) <= known, set(dims) - known
+    cfg = dataclasses.replace(config.loads(SIZES).model_config(), **dims)
+    model = Decoder(cfg)
+    initialise(model, cfg, 1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("parts", [(1,) * 19, (7, *(1,) * 12), (3, 4, 1, 11)])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_whole(name: str, parts: tuple[int, ...]) -> None:
+    model = made(**MODELS[name])
+    tokens = torch.randint(61, (19,), generator=torch.Generator().manual_seed(0)).tolist()
+    cores = [block.attention.core for block in model.blocks if block is not None]
+    cache, at = Cache(model), 0
+    for count in parts:
+        model.train()
+        found = cache.logits(tokens[at : at + count])
+        assert model.training
+        at += count
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor([tokens[:at]]))[0, -1]
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), at
+    assert cache.length == 19
+    assert [block.attention.core for block in model.blocks if block is not None] == cores
+
+
+def test_a_token_costs_one_position() -> None:
+    model, read = made(), list[int]()
+    model.embedding.register_forward_hook(lambda module, args, out: read.append(args[0].shape[1]))
+    found = list(generate(model, [1, 2, 3, 4, 5], 8, temperature=0, context=9))
+    assert len(found) == 8
+    assert read == [5, 1, 1, 1, 1, 9, 9, 9]  # beyond the window every position is another one
+
+
+def test_two_texts_of_one_model_do_not_meet() -> None:
+    model = made(sliding_window=5)
+    prompts = [1, 2, 3], [9, 8, 7, 6]
+    alone = [list(generate(model, prompt, 12, temperature=0, context=40)) for prompt in prompts]
+    both = [generate(model, prompt, 12, temperature=0, context=40) for prompt in prompts]
+    together = list(zip(*both, strict=True))
+    assert [list(text) for text in zip(*together, strict=True)] == alone
+    assert alone[0] != alone[1]
