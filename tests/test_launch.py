@@ -360,6 +360,11 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert str(world.choose_device("auto", 1, 3)) == "cpu"
     assert str(world.choose_device("cpu", 1, 2)) == "cpu"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert str(world.choose_device("auto", 1, 2)) == "cpu"  # ranks of its own, of which one has no GPU
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a launcher's, to which a script has shown one
+    assert str(world.choose_device("auto", 1, 2)) == "cuda:0"
+    monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("SLURM_PROCID", "3")
     assert str(world.choose_device("cuda", 3, 4)) == "cuda:0"
 

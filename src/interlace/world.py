@@ -352,7 +352,8 @@ def choose_device(name: str, local_rank: int, local_size: int) -> torch.device:
             f"device {name!r} is unknown; did you mean {nearest(name, ('auto', 'cpu', 'cuda')) or 'auto'!r}?"
         )
     count = 0 if name == "cpu" else torch.cuda.device_count()
-    bound = count == 1 and "SLURM_PROCID" in os.environ  # srun shows a task only its own GPU
+    alone = "SLURM_PROCID" in os.environ or ("LOCAL_RANK" in os.environ and "CUDA_VISIBLE_DEVICES" in os.environ)
+    bound = count == 1 and alone  # srun, or a script around each rank, shows it its own GPU; `arrive` compares them
     enough = count > 0 and (bound or count >= max(local_size, local_rank + 1))
     if name == "cpu" or (name == "auto" and not enough):
         return torch.device("cpu")
