@@ -174,3 +174,57 @@ def alone(world: World) -> dict[str, str]:
     model = wrapped(1)
     said.attempt("all", lambda: both.extend([model.state_dict(), model.load_state_dict(model.state_dict())]))
     return said
+
+
+class Parts(nn.Module):
+    """Matrices that tp splits, vectors without weight decay, a number, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 10), nn.LayerNorm(6), nn.Linear(10, 3)
+        self.gain, self.fixed = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(self.norm(x)))) * self.gain * self.fixed
+        return y
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.02, momentum=0.9, nesterov=True),
+}
+
+
+def parts() -> Parts:
+    torch.manual_seed(0)
+    return Parts()
+
+
+def steps_of(model: Any, optimizer: torch.optim.Optimizer, numbers: range, part: slice = slice(None)) -> None:
+    for number in numbers:
+        x = torch.randn(12, 6, generator=torch.Generator().manual_seed(number))
+        model(x[part]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_decay(module: nn.Module) -> list[dict[str, Any]]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices, rest = ([p for p in trained if (p.dim() > 1) is is_matrix] for is_matrix in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+
+def moved(world: World, mesh: str, zero: int, kind: str, numbers: list[int], source: str, target: str) -> None:
+    """Steps under a mesh, from what `source` holds, which is written to `target`."""
+    roles = {"up": Role.COLUMN, "down": Role.ROW} if "tp" in mesh else None
+    model = interlace.parallelize(parts(), mesh, roles, zero=zero)
+    optimizer = OPTIMIZERS[kind](model.parameter_groups(0.1))
+    if source:
+        held = torch.load(source)
+        model.load_state_dict(held["model"])
+        model.load_optimizer_state_dict(optimizer, held["optimizer"])
+    ways, own = model.group.size, model.group.rank
+    steps_of(model, optimizer, range(*numbers), slice(own * 12 // ways, (own + 1) * 12 // ways))
+    made = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
+    if world.rank == 0:
+        torch.save(made, target)

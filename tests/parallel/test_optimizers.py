@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import interlace
-from interlace.errors import ConfigError
+import rank_functions_steps as steps
+from interlace.errors import CheckpointError, ConfigError
 from interlace.launch import leave
 from interlace.parallel.optimizers import _is_elementwise
 
@@ -271,3 +280,101 @@ def test_a_call_that_rank_0_alone_makes_is_told(run_ranks: Run) -> None:
         "ConfigError: rank 0 called digest while rank 1 called state_dict; every rank calls the same.",
         "ConfigError: rank 1 called state_dict while rank 0 called digest; every rank calls the same.",
     }
+
+
+STATES = StateDictOptions(full_state_dict=True)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("dp=2", 1), ("dp=3", 3)),
+        (("dp=2", 3), ("tp=2", 0)),
+        (("dp=2 tp=2", 2), ("dp=2", 0)),
+        (("tp=2", 0), ("dp=2", 2)),
+    ],
+)
+def test_an_optimizer_goes_on_under_another_mesh(
+    run_ranks: Run, tmp_path: Path, first: tuple[str, int], second: tuple[str, int], kind: str
+) -> None:
+    paths = ["", str(tmp_path / "a"), str(tmp_path / "b")]
+    for place, (mesh, zero) in enumerate((first, second)):
+        ways = math.prod(int(word.partition("=")[2]) for word in mesh.split())
+        given = {"mesh": mesh, "zero": zero, "kind": kind, "numbers": [3 * place, 3 * place + 3]}
+        run_ranks("rank_functions_steps:moved", ways, given | {"source": paths[place], "target": paths[place + 1]})
+    plain = steps.parts()
+    optimizer = steps.OPTIMIZERS[kind](steps.by_decay(plain))
+    for place, path in enumerate(paths[1:]):
+        steps.steps_of(plain, optimizer, range(3 * place, 3 * place + 3))
+        found, expected = torch.load(path), get_optimizer_state_dict(plain, optimizer, options=STATES)
+        same(found["model"], plain.state_dict())
+        assert found["optimizer"]["state"].keys() == expected["state"].keys()
+        for name, entry in expected["state"].items():
+            same(found["optimizer"]["state"][name], entry)
+        for own, theirs in zip(found["optimizer"]["param_groups"], expected["param_groups"], strict=True):
+            assert sorted(own.pop("params")) == sorted(theirs.pop("params"))
+            assert own == theirs
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        assert (found[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+
+
+@pytest.mark.usefixtures("_alone")
+def test_an_optimizer_moves_between_a_plain_and_a_wrapped_module() -> None:
+    plain = steps.parts()
+    own = steps.OPTIMIZERS["adamw"](steps.by_decay(plain))
+    steps.steps_of(plain, own, range(3))
+    model, again = interlace.parallelize(steps.parts()), steps.parts()
+    model.load_state_dict(plain.state_dict())
+    optimizer = steps.OPTIMIZERS["adamw"]([{**group, "lr": 0.5} for group in model.parameter_groups(0.3)])
+    model.load_optimizer_state_dict(optimizer, get_optimizer_state_dict(plain, own, options=STATES))
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.1), (0.02, 0.0)]
+    again.load_state_dict(model.state_dict())
+    back = steps.OPTIMIZERS["adamw"](steps.by_decay(again))
+    set_optimizer_state_dict(again, back, model.optimizer_state_dict(optimizer), options=STATES)
+    for module, each in ((plain, own), (model, optimizer), (again, back)):
+        steps.steps_of(module, each, range(3, 6))
+    same(model.state_dict(), plain.state_dict())
+    same(again.state_dict(), plain.state_dict())
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_state_of_other_parameters_is_refused_before_anything_changes() -> None:
+    model = interlace.parallelize(steps.parts())
+    optimizer = steps.OPTIMIZERS["adamw"](model.parameter_groups(0.1))
+    steps.steps_of(model, optimizer, range(2))
+    state = model.optimizer_state_dict(optimizer)
+
+    def refused(error: type[Exception], match: str, change: Callable[[Any], None]) -> None:
+        other = copy.deepcopy(state)
+        change(other)
+        with pytest.raises(error, match=match):
+            model.load_optimizer_state_dict(optimizer, other)
+        after = model.optimizer_state_dict(optimizer)["state"]
+        assert all(
+            torch.equal(after[name][key], value) for name in after for key, value in state["state"][name].items()
+        )
+
+    def another_rate(given: Any) -> None:
+        given["param_groups"].append({**given["param_groups"][0], "lr": 7.0, "params": ["up.weight"]})
+
+    refused(CheckpointError, 'has "more", which the module lacks', lambda s: s["state"].update(more={}))
+    refused(CheckpointError, 'no step of "down.weight", and "up.weight" has', lambda s: s["state"].pop("down.weight"))
+    refused(
+        CheckpointError,
+        r"exp_avg of .* is \[2\] in .* \[3\]",
+        lambda s: s["state"]["down.bias"].update(exp_avg=torch.ones(2)),
+    )
+    refused(
+        CheckpointError,
+        "is 9 in .* takes steps together",
+        lambda s: s["state"]["down.bias"].update(step=torch.tensor(9.0)),
+    )
+    refused(ConfigError, "make the optimizer with the groups that it was saved with", another_rate)
+    model.load_optimizer_state_dict(optimizer, {"state": {}, "param_groups": []})
+    assert not optimizer.state

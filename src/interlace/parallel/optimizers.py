@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
 from interlace.parallel.data import DataParallel
+from interlace.parallel.optimizer_state import HOLDER
 from interlace.parallel.state import guard
 
-HOLDER = "holder"  # key of a parameter group: whose state this is
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 OPTIONS = ("lr", "betas", "momentum", "eps")  # that a group may have for itself, beside weight decay
 FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimizer's
@@ -89,7 +89,7 @@ def _refuse_state(optimizer: torch.optim.Optimizer, leaves: Sequence[nn.Paramete
         if found != holder:
             raise ConfigError(
                 f"the optimizer has the state of {found}, and this is {holder}; ranks hold different elements, so save "
-                "and load optimizer.state_dict() on every rank, under the same mesh and zero."
+                "and load by the model's optimizer_state_dict() and load_optimizer_state_dict()."
             )
     for leaf in leaves:
         for key in ELEMENTWISE:

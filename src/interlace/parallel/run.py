@@ -182,16 +182,18 @@ class Run:
         if self.trainable:
             self._make_leaves()
 
-    def fill(self, member: Member, values: Values) -> None:
-        """Sets the main weights of `member` held here, say its elements [start, stop), to values(start, stop)."""
+    def fill(self, member: Member, values: Values, into: torch.Tensor | None = None) -> None:
+        """Sets the elements of `member` held here, say [start, stop), to values(start, stop): in the main weights, or
+        `into` what is laid out as they are."""
         begin, end = self.held
         start, stop = max(begin, member.offset), min(end, member.end)
         if start < stop:
-            self.main[start - begin : stop - begin].copy_(values(start - member.offset, stop - member.offset))
+            target = self.main if into is None else into
+            target[start - begin : stop - begin].copy_(values(start - member.offset, stop - member.offset))
 
-    def fill_whole(self, member: Member, values: Values) -> None:
+    def fill_whole(self, member: Member, values: Values, into: torch.Tensor | None = None) -> None:
         """`fill` from the values of the parameter that the tensor axis has not cut."""
-        self.fill(member, values if member.part is None else member.part.reader(values))
+        self.fill(member, values if member.part is None else member.part.reader(values), into)
 
     def _make_leaves(self) -> None:
         begin, end = self.held

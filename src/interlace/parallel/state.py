@@ -21,7 +21,7 @@ def whole_state(module: nn.Module, flats: Sequence[Run]) -> dict[str, Any]:
     """The module's own `state_dict`, its parameters whole, from the main weights, in CPU memory.  Collective."""
     whole = {name: tensor.to("cpu", copy=True) for flat in flats for name, tensor in flat.whole(flat.main)}
     state: dict[str, Any] = module.state_dict()
-    return {**state, **{name: whole[first] for name, first in _first_names(module, flats).items()}}
+    return {**state, **{name: whole[first] for name, first in first_names(module, flats).items()}}
 
 
 def guard(module: nn.Module, serves: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ def load_state(module: nn.Module, flats: Sequence[Run], state: Mapping[str, Any]
     shape.  Returns missing and unexpected names, as torch does.
     """
     held = {member.name: (flat, member) for flat in flats for member in flat.members}
-    first = _first_names(module, flats)
+    first = first_names(module, flats)
     known = module.state_dict()
     missing = [name for name in known if name not in state]
     unexpected = [name for name in state if name not in known]
@@ -89,7 +89,7 @@ def load_state(module: nn.Module, flats: Sequence[Run], state: Mapping[str, Any]
     return found._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 
-def _first_names(module: nn.Module, flats: Sequence[Run]) -> dict[str, str]:
+def first_names(module: nn.Module, flats: Sequence[Run]) -> dict[str, str]:
     """Every name of every parameter -> the name under which it is held (another one if it is tied)."""
     held = {id(member.parameter): member.name for flat in flats for member in flat.members}
     return {name: held[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}

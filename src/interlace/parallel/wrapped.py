@@ -20,6 +20,7 @@ from interlace.errors import ConfigError
 from interlace.parallel import norm as norms
 from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Update
+from interlace.parallel.optimizer_state import load_optimizer_state, whole_optimizer_state
 from interlace.parallel.run import Placement
 from interlace.parallel.state import combined, digests, load_state, whole_state
 from interlace.parallel.units import Hybrid, Unit, windows_of
@@ -279,6 +280,29 @@ class Wrapped(nn.Module):
             found = load_state(self.module, self.flats, state_dict, strict)
         self.refresh()
         return found
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of `parameters()` as whole tensors by the module's names, in CPU memory.
+        Collective.
+
+        It loads under every mesh and zero, into a plain module's optimizer by
+        `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`, and what that module's
+        `get_optimizer_state_dict` gives, with `full_state_dict`, loads here.
+        """
+        self.refuse_unreduced("optimizer_state_dict")
+        self._meet("optimizer_state_dict")
+        self.settle()
+        found: dict[str, Any] = whole_optimizer_state(self.flats, self.axes, optimizer)
+        return found
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `optimizer_state_dict` returns, the same on every rank; before the first step, or in its place.
+
+        Errors: `CheckpointError` and `ConfigError`, before anything changes, for a state of other parameters.
+        """
+        self._meet("load_optimizer_state_dict", always=True)
+        self.settle()
+        load_optimizer_state(self.module, self.flats, optimizer, state_dict)
 
     @contextmanager
     def _telling_state(self) -> Iterator[None]:
