@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import interlace
 from interlace.errors import InterlaceError
@@ -37,6 +38,13 @@ def one_pass(model: Any, rank: int, scale: float = 1.0) -> None:
     (model(x).square().mean() * scale).backward()
 
 
+NORMS: dict[str, Callable[[Any], Any]] = {
+    "imported before": lambda model: clip_grad_norm_(model.parameters(), 1.0),
+    "by name": lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "norm alone": lambda model: torch.nn.utils.get_total_norm([leaf.grad for leaf in model.parameters()]),
+}
+
+
 def refused(world: World) -> dict[str, str]:
     said = Said()
     for zero in (0, 1):
@@ -48,6 +56,13 @@ def refused(world: World) -> dict[str, str]:
         said.attempt(f"unreduced norm {zero}", lambda model=model: model.clip_grad_norm_(1.0))  # type: ignore[misc]
         one_pass(model, world.rank)
         optimizer.step()
+    for zero in (0, 1, 3):
+        model = wrapped(zero)
+        one_pass(model, world.rank)
+        for name, norm in NORMS.items():
+            said.attempt(f"{name} {zero}", lambda norm=norm, model=model: norm(model))  # type: ignore[misc]
+        clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0)
+        clip_grad_value_(model.parameters(), 1.0)
     for zero in (1, 2):
         model = wrapped(zero)
         one_pass(model, world.rank)

@@ -226,6 +226,12 @@ def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> Non
                 "ConfigError: the optimizer's step found gradients that we"
             )
             assert said[f"unreduced norm {zero}"].endswith("outside of it, the last of a shorter accumulation too.")
+        for name in steps.NORMS:
+            assert said[f"{name} 0"] == "nothing"
+            for zero in (1, 3):
+                assert said[f"{name} {zero}"].startswith(
+                    "ConfigError: torch.nn.utils takes the norm of this rank's part"
+                )
         assert said["scaler"].startswith("ConfigError: a GradScaler looks for overflow in this rank's part")
         for zero in (1, 2):
             assert said[f"own state of a module {zero}"].startswith(

@@ -6,13 +6,14 @@ state belongs to one rank, and the gradients it takes must have been added up ov
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
@@ -22,6 +23,7 @@ from interlace.parallel.state import guard
 
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 OPTIONS = ("lr", "betas", "momentum", "eps")  # that a group may have for itself, beside weight decay
+_in_parts = weakref.WeakSet[DataParallel]()  # wrapped modules of which ranks hold parts
 FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimizer's
 
 
@@ -57,7 +59,38 @@ def watch(model: DataParallel) -> None:
         return model is None or model.tells_state or model.is_module_itself
 
     guard(model.module, serves)
+    if model.holds_part:
+        _in_parts.add(model)
+        _watch_norms()
     weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
+
+
+def _watch_norms() -> None:
+    """From here on PyTorch's norm of gradients refuses those of wrapped modules of which ranks hold parts.
+
+    `clip_grad_norm_` goes through it, however it was imported, and would scale each rank's part by its own norm.
+    """
+    for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name in ("get_total_norm", "_get_total_norm"):
+            if name in vars(home) and not hasattr(vars(home)[name], "interlace"):
+                setattr(home, name, _refusing(vars(home)[name]))
+
+
+def _refusing(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(norm)
+    def refuse_parts(tensors: Tensor | Iterable[Tensor], *args: Any, **options: Any) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        leaves = (leaf for model in _in_parts for run in model.flats for leaf in run.leaves)
+        gradients = {id(leaf.grad) for leaf in leaves if leaf.grad is not None}
+        if any(id(tensor) in gradients for tensor in tensors):
+            raise ConfigError(
+                "torch.nn.utils takes the norm of this rank's part of the gradients alone; call clip_grad_norm_() of "
+                "what parallelize returned, which is over all ranks."
+            )
+        return norm(tensors, *args, **options)
+
+    refuse_parts.interlace = True  # type: ignore[attr-defined]
+    return refuse_parts
 
 
 def _holder(model: DataParallel) -> str:
