@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,6 +206,24 @@ def test_the_modules_own_state_is_refused_where_it_is_a_copy() -> None:
     del model
     gc.collect()
     module.state_dict()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_copies_of_the_module_and_parts_without_parameters_have_states_of_their_own(dtype: torch.dtype | None) -> None:
+    """An average of the weights, say, begins as a copy."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    model = interlace.parallelize(module, compute_dtype=dtype)
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        copied.load_state_dict({name: value + 1 for name, value in state.items()})
+        assert torch.equal(copied.state_dict()["0.bias"].float(), (state["0.bias"] + 1).to(dtype).float())
+    module[1].load_state_dict({**module[1].state_dict(), "running_mean": torch.ones(3)})
+    assert torch.equal(model.state_dict()["1.running_mean"], torch.ones(3))
+    assert torch.equal(model.state_dict()["0.bias"], state["0.bias"])
 
 
 def test_a_method_may_run_units_again(run_ranks: Run) -> None:
