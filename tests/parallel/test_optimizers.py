@@ -251,6 +251,14 @@ def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> Non
         assert "exp_avg has 7 elements where this rank holds 4,096; load" in said["state of another size"]
 
 
+def test_a_rate_for_what_another_rank_holds_is_taken(run_ranks: Run) -> None:
+    """Rank 0 holds nothing without decay; a rate for a name that no run has is refused by rank 1."""
+    first, second = run_ranks("rank_functions_steps:rates", 2)
+    assert first == {"by decay": "nothing", "by name": "nothing"}
+    assert second["by decay"] == "nothing"
+    assert "group of the optimizer is empty, and another gives another lr to root." in second["by name"]
+
+
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(run_ranks: Run) -> None:
     """As in one process: two steps are skipped, the scale is halved for each, and two are made."""
     found = run_ranks("rank_functions_steps:overflow", 2)
