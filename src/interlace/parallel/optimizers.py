@@ -112,7 +112,7 @@ def _refuse_groups(model: DataParallel, optimizer: torch.optim.Optimizer) -> Non
     rates = {bool(group.get("weight_decay")) for group in empty}
     filled = {id(place.leaf) for place in model.placements(owned=False)}
     trained = [flat for flat in model.flats if flat.trainable]
-    has_both = all({leaf.decay for leaf in flat.leaves} == {m.decay for m in flat.members} for flat in trained)
+    has_both = all(len(flat.leaves) >= len({member.decay for member in flat.members}) for flat in trained)
     for group in optimizer.param_groups if empty else []:
         decays = bool(group.get("weight_decay"))
         other = next((key for key in OPTIONS if any(group.get(key) != each.get(key) for each in empty)), None)
