@@ -86,6 +86,23 @@ def refused(world: World) -> dict[str, str]:
     return said
 
 
+def rates(world: World) -> dict[str, str]:
+    """A rate of its own for what takes no decay, which lies on rank 1, and for a name."""
+    said = Said()
+    model = interlace.parallelize(nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128)), zero=1)
+    model(torch.ones(2, 128)).square().sum().backward()
+    named = list(model.named_parameters())
+    for name, chosen in {
+        "by decay": [not p.decay for _, p in named],
+        "by name": ["head" in n for n, _ in named],
+    }.items():
+        own, rest = (
+            [p for (_, p), is_own in zip(named, chosen, strict=True) if is_own == kind] for kind in (True, False)
+        )
+        said.attempt(name, torch.optim.AdamW([{"params": own, "lr": 0.1}, {"params": rest}], lr=1e-3).step)
+    return said
+
+
 def state_of(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Any]:
     """A rank's `state_dict`, as if it had come from a file."""
     box = [optimizer.state_dict()]

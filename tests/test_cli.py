@@ -23,6 +23,7 @@ import runs
 from clock import limit
 from interlace.cli import app
 from interlace.cli.train import alike
+from interlace.config import ParallelPlan
 from interlace.launch import run_local
 from interlace.train import loop
 from test_launch import alive, children, free_port, until
@@ -279,6 +280,13 @@ def test_every_key_of_a_run_is_compared_but_where_its_data_lie(tmp_path: Path) -
     for section, change in (("train", {"clip": 0.5}), ("run", {"seed": 7}), ("data", {"shuffle": False}),
                             ("plan", {"zero": 2})):  # fmt: skip
         assert alike(replace(cfg, **{section: replace(getattr(cfg, section), **change)})) != alike(cfg)
+    for name, content in (("a.csv", "0F0 0B0"), ("b.csv", "0F0 0B0"), ("c.csv", "0B0 0F0")):
+        (tmp_path / name).write_text(content)
+    first, same, other = (
+        alike(replace(cfg, plan=ParallelPlan(pp=2, schedule=str(tmp_path / name))))
+        for name in ("a.csv", "b.csv", "c.csv")
+    )
+    assert first == same != other
 
 
 @pytest.mark.ranks

@@ -181,6 +181,8 @@ def test_two_rotary_tables_that_agree_are_one() -> None:
     one = from_hf(LLAMA | {"rope_theta": 500.0, "rope_scaling": table})
     both = {"rope_theta": 500.0, "rope_scaling": table, "rope_parameters": table | {"rope_theta": 500.0}}
     assert from_hf(LLAMA | both) == one
+    del both["rope_theta"]  # one table leaves it to the other
+    assert from_hf(LLAMA | both) == one
 
 
 def test_layer_types_that_say_what_the_window_says() -> None:

@@ -37,7 +37,10 @@ def integer(value: Any, name: str, where: str) -> None:
 
 def rope(kind: str, given: Mapping[str, Any], where: str, head_dim: int) -> dict[str, Any]:
     """rope_theta, rope_scaling and rotary_dim, from `rope_scaling` (keys "rope_type" or the older "type") or
-    `rope_parameters`, which must agree where both are there."""
+    `rope_parameters`, which must agree where both are there; a base that one leaves out is the other's."""
+    tables = [given[name] for name in ("rope_scaling", "rope_parameters") if isinstance(given.get(name), Mapping)]
+    bases = [table["rope_theta"] for table in tables if table.get("rope_theta") is not None]
+    given = {"rope_theta": bases[0], **given} if bases else given
     found = [_rotary(name, given, where, head_dim) for name in ("rope_scaling", "rope_parameters") if given.get(name)]
     if len(found) == 2 and found[0] != found[1]:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -215,6 +216,24 @@ def test_the_modules_own_state_is_refused_where_it_is_a_copy() -> None:
     module.state_dict()
 
 
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_copies_of_the_module_and_parts_without_parameters_have_states_of_their_own(dtype: torch.dtype | None) -> None:
+    """An average of the weights, say, begins as a copy."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    model = interlace.parallelize(module, compute_dtype=dtype)
+    state = model.state_dict()
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        copied.load_state_dict({name: value + 1 for name, value in state.items()})
+        assert torch.equal(copied.state_dict()["0.bias"].float(), (state["0.bias"] + 1).to(dtype).float())
+    module[1].load_state_dict({**module[1].state_dict(), "running_mean": torch.ones(3)})
+    assert torch.equal(model.state_dict()["1.running_mean"], torch.ones(3))
+    assert torch.equal(model.state_dict()["0.bias"], state["0.bias"])
+
+
 def test_a_method_may_run_units_again(run_ranks: Run) -> None:
     assert run_ranks("rank_functions_steps:written", 2) == [True, True]
 
@@ -244,6 +263,14 @@ def test_steps_that_would_train_other_numbers_are_refused(run_ranks: Run) -> Non
         )
         assert said["state of rank 0"].startswith(other if rank else "nothing")
         assert "exp_avg has 7 elements where this rank holds 4,096; load" in said["state of another size"]
+
+
+def test_a_rate_for_what_another_rank_holds_is_taken(run_ranks: Run) -> None:
+    """Rank 0 holds nothing without decay; a rate for a name that no run has is refused by rank 1."""
+    first, second = run_ranks("rank_functions_steps:rates", 2)
+    assert first == {"by decay": "nothing", "by name": "nothing"}
+    assert second["by decay"] == "nothing"
+    assert "group of the optimizer is empty, and another gives another lr to root." in second["by name"]
 
 
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_on_all(run_ranks: Run) -> None:

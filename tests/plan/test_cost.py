@@ -280,6 +280,14 @@ def test_hybrid_sharding_is_tried_where_the_data_axis_spans_machines() -> None:
     (found,) = search(configured("8b", "zero=3 shard=0", 16), 16, slow, held=[*alone, "shard"]).choices
     assert found.plan.shard == 0
     assert all(choice.plan.shard == 0 for choice in search(configured("8b", "", 8), 8, slow).choices)
+    # six data ranks of a stage would be on one machine of eight, the next six on two; four never are
+    (found,) = search(configured("8b", "dp=12 pp=2 zero=1", 24), 24, slow, held=[*alone, "dp"]).choices
+    assert found.plan.shard == 4
+    # 45 GiB hold all ranks' ZeRO-1, and within machines, where less is split, ZeRO-3 alone, which is quicker still
+    (found,) = search(
+        configured("8b", "", 16), 16, slow, 45 << 30, held=[key for key in alone if key != "zero"]
+    ).choices
+    assert (found.plan.shard, found.plan.zero) == (8, 3)
     experts = ("model.num_experts=8", "model.expert_ffn_size=4096", "model.experts_per_token=2")
     for choice in search(configured("1.2b", "zero=3", 16, 4096, *experts), 16, slow, held=["zero"]).choices:
         check(replace(configured("1.2b", "", 16, 4096, *experts), plan=choice.plan), 16, None, AXES)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_verify import BIASES, FEATURES, UNEVEN, explain, prove
 
 import rank_functions_train as functions
 import runs
+from interlace.collectives import Handle
 from interlace.config import Config
 from interlace.errors import PlanError
+from interlace.parallel.context import _Deal
+from interlace.parallel.sequence import SequenceAxis
 from interlace.plan import context, fit
 from interlace.plan.activations import _exchanged
 from interlace.plan.memory import estimate
@@ -280,6 +285,26 @@ def test_memory_of_gather_has_a_stage_of_all_ranks(kv_heads: int, nbytes: int, t
     sizes = ["model.num_heads=8", f"model.num_kv_heads={kv_heads}", "model.hidden_size=32"]
     cfg = runs.config(tmp_path, "cp=4 exchange=gather", sizes)
     assert _exchanged(cfg.model_config(), cfg.plan, "gather", 100, 2, True) == 100 * nbytes
+
+
+@pytest.mark.parametrize(("ways", "kv_heads"), [(2, 4), (2, 1), (4, 2), (3, 3)])
+def test_memory_of_heads_dealt_out_has_lines_for_all_of_a_message(ways: int, kv_heads: int, tmp_path: Path) -> None:
+    """Queries, keys and values travel in one, which is what lines are opened for."""
+    sizes = ["model.num_heads=12", f"model.num_kv_heads={kv_heads}", "model.hidden_size=48"]
+    cfg = runs.config(tmp_path, f"cp={ways} exchange=ulysses", [*sizes, "data.sequence_length=24"])
+    asked = []
+
+    class Alone(SequenceAxis):
+        def exchange_parts(self, leaving: Any, arriving: Any, dtype: Any, *, most: int, name: str) -> Any:
+            asked.append(most)
+            return Handle(lambda: [torch.zeros(count, dtype=dtype) for count in arriving])
+
+    axis = Alone(SimpleNamespace(rank=0, size=ways), 24, "ulysses")  # type: ignore[arg-type]
+    tokens = axis.counts()[0]
+    ranges = [context.heads_of(12, kv_heads, ways, rank) for rank in range(ways)]
+    q, k, v = (torch.ones(1, tokens, heads, 4) for heads in (12, kv_heads, kv_heads))
+    _Deal.apply(q, k, v, axis, ranges)  # type: ignore[no-untyped-call]
+    assert asked == [context.largest(cfg, cfg.plan, tokens, 4)]
 
 
 @pytest.mark.gpu2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,15 +84,21 @@ def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
 
 
 def alike(cfg: Config) -> dict[str, str]:
-    """What every rank must be told alike, by its key: all of a run file but where a host may keep the files it reads,
-    whose digest the ranks compare."""
+    """What every rank must be told alike, by its key: all of a run file but where a host may keep the files it reads.
+
+    Of a pipeline's table it is the content; of the data, the ranks compare digests when they have read them.
+    """
     from interlace.forms import as_table, toml
 
     sections = {"model": cfg.model_config(), "data": cfg.data, "train": cfg.train, "run": cfg.run}
     found = {f"{name}.{key}": toml(value) for name, part in sections.items() for key, value in as_table(part).items()}
     for place in ("data.source", "data.tokenizer"):
         del found[place]
-    return found | {"parallel.plan": str(cfg.plan)}
+    plan = cfg.plan
+    if plan.pp > 1 and plan.schedule.endswith(".csv"):
+        found["the content of schedule"] = hashlib.blake2b(Path(plan.schedule).read_bytes(), digest_size=8).hexdigest()
+        plan = replace(plan, schedule="own.csv")
+    return found | {"parallel.plan": str(plan)}
 
 
 @app.command()

@@ -136,10 +136,16 @@ def _refuse_state(optimizer: torch.optim.Optimizer, leaves: Sequence[nn.Paramete
 
 def _refuse_groups(model: DataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Of parameters told apart by name or shape, to give some no weight decay or a rate of their own: flat ones are all
-    alike in these, so that a group of some of them has none."""
+    alike in these, so that a group of some of them has none.
+
+    Where other ranks hold all of a run that takes no decay, a group of just those is empty too: so rates are looked at
+    on ranks that hold some of each kind, whatever the run has.
+    """
     empty = [group for group in optimizer.param_groups if not group["params"]]
     rates = {bool(group.get("weight_decay")) for group in empty}
     filled = {id(place.leaf) for place in model.placements(owned=False)}
+    trained = [flat for flat in model.flats if flat.trainable]
+    has_both = all(len(flat.leaves) >= len({member.decay for member in flat.members}) for flat in trained)
     for group in optimizer.param_groups if empty else []:
         decays = bool(group.get("weight_decay"))
         other = next((key for key in OPTIONS if any(group.get(key) != each.get(key) for each in empty)), None)
@@ -149,7 +155,7 @@ def _refuse_groups(model: DataParallel, optimizer: torch.optim.Optimizer) -> Non
             if len(rates) == 1 and decays not in rates and leaf.decay != decays:
                 found = f"{'' if decays else 'no '}weight decay"
                 take = "take parameter_groups(weight_decay) of what parallelize returned"
-            elif other is not None:
+            elif other is not None and has_both:
                 found, take = (
                     f"another {other}",
                     "name what has its own in parallelize's units, and choose by that name",

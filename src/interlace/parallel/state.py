@@ -5,7 +5,6 @@ Equals `state_dict` and `load_state_dict` of the module before it was wrapped.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,19 +24,30 @@ def whole_state(module: nn.Module, flats: Sequence[Run]) -> dict[str, Any]:
 
 
 def guard(module: nn.Module, serves: Callable[[], bool]) -> None:
-    """Lets `state_dict` and `load_state_dict` of the module itself, and of modules inside it, go on only while
-    `serves()`: else they see gathered copies, which the next weights are not in, or parts of them."""
+    """Lets `state_dict` and `load_state_dict` of the module itself, and of modules inside it that have parameters, go
+    on only while `serves()`: else they see gathered copies, which the next weights are not in, or parts of them."""
+    for inner in module.modules():
+        if next(inner.parameters(), None) is not None:
+            inner.register_state_dict_pre_hook(_Guard("state_dict", serves))
+            inner.register_load_state_dict_pre_hook(_Guard("load_state_dict", serves))
 
-    def refuse(call: str, *_: Any) -> None:
-        if not serves():
+
+class _Guard:
+    """A hook of a module.  That of its copy, or of what is read from its pickle, refuses nothing: such a module holds
+    weights of its own."""
+
+    def __init__(self, call: str, serves: Callable[[], bool] | None = None) -> None:
+        self.call, self.serves = call, serves
+
+    def __call__(self, *_: Any) -> None:
+        if self.serves is not None and not self.serves():
             raise ConfigError(
-                f"{call} of the wrapped module itself sees copies or parts of its weights, not those that are trained; "
-                f"call {call} of what parallelize returned."
+                f"{self.call} of the wrapped module itself sees copies or parts of its weights, not those that are "
+                f"trained; call {self.call} of what parallelize returned."
             )
 
-    for inner in module.modules():
-        inner.register_state_dict_pre_hook(functools.partial(refuse, "state_dict"))
-        inner.register_load_state_dict_pre_hook(functools.partial(refuse, "load_state_dict"))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Guard, (self.call,)
 
 
 def digests(flats: Sequence[Run], here: bool) -> list[str]:

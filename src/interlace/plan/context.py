@@ -234,8 +234,10 @@ def largest(config: Config, plan: ParallelPlan, tokens: int, itemsize: int) -> i
     """Bytes of the largest message between two ranks of the axis, for so many positions a rank."""
     cfg, exchange = config.model_config(), choose(config, plan)
     num_heads, kv_heads = local_heads(cfg, plan.tp)
-    if exchange == "ulysses":
-        return tokens * num_heads // plan.cp * cfg.head_dim * itemsize
+    if exchange == "ulysses":  # queries, keys and values
+        given = [heads_of(num_heads, kv_heads, plan.cp, rank) for rank in range(plan.cp)]
+        heads = max(own[1] - own[0] + 2 * (shared[1] - shared[0]) for own, shared in given)
+        return tokens * heads * cfg.head_dim * itemsize
     wide = returned(itemsize, all_plain(config))
     heads = max(stage.heads[1] - stage.heads[0] for stage in stages(exchange, plan.cp, kv_heads))
     return 2 * tokens * heads * cfg.head_dim * wide

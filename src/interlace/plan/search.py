@@ -3,7 +3,7 @@
 Every mesh that the model and the batch allow is tried, with the schedules of pipelines and micro-batches by powers of
 two; what could run and is left out all the same, `_unwise` says.  Of ZeRO 1 to 3 and the policies of recompute the
 first that fits counts, since each costs more time than the one before: no recompute with ZeRO 1, 2, 3, then selective,
-then full; each of them over all data ranks and, where these are of several machines, within each machine (hybrid).
+then full; once over all data ranks and, where these are of several machines, once within each machine (hybrid).
 `fit` refuses what does not divide, `memory` what does not fit, `cost` prices the rest: all of them by formulae, the
 best ones again with their pipeline's table.
 """
@@ -85,23 +85,23 @@ def search(
     for number, layout in enumerate(layouts):
         if advance is not None:
             advance(number, len(layouts))
-        for plans in _states(layout, held, topology.links[0].domain or world):
-            reason = _unwise(config, topology, world, plans[0], held) or refused(config, cfg, plans[0], world, AXES)
-            if reason:
-                reasons.setdefault(re.sub(r"=\S+|\d+", "", reason), []).append(plans[0])
-                break  # no stage of ZeRO and no recompute divides what this one does not
-            able = [plan for plan in plans if plan is plans[0] or not refused(config, cfg, plan, world, AXES)]
-            sizes = [(plan, _memory(config, plan, room)) for plan in able]
-            fitting = [(plan, memory) for plan, memory in sizes if memory.total <= room]
-            for plan, memory in fitting:
-                _keep(best, Choice(plan, memory, price(config, plan, topology, False, known)))
-            if fitting:
-                break
-            needed = min(memory.total for _, memory in sizes)
-            if least is None or needed < least[0]:
-                least = needed, next(plan for plan, memory in sizes if memory.total == needed)
-        else:
-            reasons.setdefault("", []).append(layout)
+        inside = 0 if "shard" in held else _inside(layout, topology.links[0].domain or world)
+        for shard in (layout.shard, inside) if inside else (layout.shard,):
+            for plan in _states(replace(layout, shard=shard), held):
+                reason = _unwise(config, topology, world, plan, held) or refused(config, cfg, plan, world, AXES)
+                if reason:
+                    if shard == layout.shard:
+                        reasons.setdefault(re.sub(r"=\S+|\d+", "", reason), []).append(plan)
+                    break  # no stage of ZeRO and no recompute divides what this one does not
+                memory = _memory(config, plan, room)
+                if memory.total <= room:
+                    _keep(best, Choice(plan, memory, price(config, plan, topology, False, known)))
+                    break
+                if least is None or memory.total < least[0]:
+                    least = memory.total, plan
+            else:
+                if shard == layout.shard:
+                    reasons.setdefault("", []).append(layout)
     first = [replace(one, memory=estimate(config, one.plan)) for one in sorted(best.values(), key=_rank)[:AGAIN]]
     fit = [one for one in first if one.memory.total <= room]
     for one in first:
@@ -212,24 +212,23 @@ def _no_mesh(config: Config, world: int, held: Collection[str]) -> str:
     return f'no mesh has "{asked}": {rule}'
 
 
-def _states(layout: ParallelPlan, held: Collection[str], domain: int) -> Iterator[tuple[ParallelPlan, ...]]:
-    """Stages of ZeRO and policies of recompute, the quickest first; each over all data ranks, then within a domain."""
+def _states(layout: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
+    """Stages of ZeRO and policies of recompute, the quickest first."""
     stages = (1, 2, 3) if layout.dp * layout.cp > 1 else (0,)
     if "zero" in held or layout.unsharded:  # which ZeRO-3 alone has
         stages = (layout.zero if "zero" in held else 3,)
     for policy in (layout.recompute,) if "recompute" in held else RECOMPUTE:
         for zero in stages:
-            plan = replace(layout, zero=zero, recompute=policy)
-            inside = 0 if "shard" in held or not zero else _inside(plan, domain)
-            yield (plan, replace(plan, shard=inside)) if inside else (plan,)
+            yield replace(layout, zero=zero, recompute=policy)
 
 
 def _inside(plan: ParallelPlan, domain: int) -> int:
-    """The most data ranks of one domain that a copy may be split over, where the data axis spans several; or 0."""
+    """The most data ranks that a copy may be split over so that none spans two domains, where the data axis does; or
+    0."""
     if plan.dp * plan.cp * plan.tp <= domain:
         return 0
     sizes = range(2, min(plan.dp + 1, plan.dp * plan.cp))
-    return max((n for n in sizes if plan.dp % n == 0 and n * plan.tp <= domain), default=0)
+    return max((n for n in sizes if plan.dp % n == 0 and domain % (n * plan.tp) == 0), default=0)
 
 
 def _pipelines(mesh: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPlan]:
