@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.errors import InterlaceError
@@ -87,6 +88,11 @@ def own_modules(world: World) -> dict[str, str]:
         "latent": (lambda: latent_net(latent), latent.ROLES, seeded(2, 7, 32)),
         "biased": (Biased, mlp, seeded(4, 5)),
         "shared input": (Gated, {"[ab]": Role.COLUMN, "down": Role.ROW}, seeded(3, 5)),
+        "a norm of heads": (
+            NormedHeads,
+            {"[qkv]": (Role.COLUMN, 2), "out": (Role.ROW, 2), "norm": Role.SPLIT},
+            seeded(2, 5, 8),
+        ),
         "padding": (Padded, {"0": Role.VOCAB}, torch.tensor([[1, 5, 9, 0, 5], [9, 2, 1, 5, 9]])),
         "vocabulary": (Words, {"words": Role.VOCAB, "head": Role.VOCAB}, torch.arange(13).view(1, 13) * 5 % 13),
     }
@@ -172,6 +178,14 @@ def _said(world: World, latent: Any, mlp: dict[str, Any]) -> dict[str, str]:
     attempt("cuts", lambda: split_own(Headed, cut)(seeded(2, 5, 8).float()))
     three = {"0": Role.COLUMN, "1": Role.ROW}
     attempt("a square", lambda: split_own(lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), three)(x56()))
+    pair = {"up": Role.COLUMN, "down": Role.ROW}
+    for name, between in MIXED.items():
+        attempt(name, lambda between=between: split_own(lambda: Between(between), pair)(seeded(3, 5).float()))  # type: ignore[misc]
+    attempt("a recomputed one", lambda: split_own(lambda: Between(recomputed), pair)(seeded(3, 5).float()))
+    attempt("classes", lambda: split_own(Classes, {"head": Role.COLUMN})(seeded(3, 5).float()))
+    heads = {"[qkv]": (Role.COLUMN, 2), "out": (Role.ROW, 2)}
+    for name, way in SHARED.items():
+        attempt(name, lambda way=way: split_own(lambda: Grouped(*way), heads)(seeded(2, 5, 8).float()))  # type: ignore[misc]
     attempt("another fault", lambda: other_fault(split_own(Gated, {"[ab]": Role.COLUMN, "down": Role.ROW})))
     return said
 
@@ -260,6 +274,77 @@ def other_fault(model: Any) -> None:
     model(seeded(3, 5).float())
     assert "forward" not in vars(model.module)
     assert not any(inner._forward_pre_hooks for inner in model.module.modules() if isinstance(inner, nn.Linear))
+
+
+class Between(nn.Module):
+    """What stands between a column and a row."""
+
+    def __init__(self, between: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.between = nn.Linear(5, 8), nn.Linear(8, 5), between
+
+    def forward(self, x: Tensor) -> Any:
+        return self.between(self, x)
+
+
+def recomputed(net: Between, x: Tensor) -> Tensor:
+    """Checked by nobody, as a second backward pass would recompute it too early."""
+    return checkpoint(lambda x: net.down(torch.tanh(net.up(x))), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+MIXED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a softmax": lambda net, x: net.down(net.up(x).softmax(dim=-1)),
+    "a norm": lambda net, x: net.down(nn.functional.rms_norm(net.up(x), (net.down.weight.shape[1],))),
+    "another order": lambda net, x: net.down(net.up(x).flip(-1)),
+    "a sum so far": lambda net, x: net.down(net.up(x).cumsum(-1)),
+    "a sum": lambda net, x: (net.down(net.up(x)), net.up(x).square().mean()),
+    "a sum of weights": lambda net, x: net.down(net.up(x)).sum() + net.up.weight.square().sum(),
+    "twice": lambda net, x: net.down(torch.tanh(net.up(net.down(torch.tanh(net.up(x)))))).sum(),
+}
+
+
+class Classes(nn.Module):
+    """Its loss stands inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), torch.tensor([1, 7, 0]))
+
+
+class Grouped(nn.Module):
+    """Heads of two features; several read the same keys and values, neighbours or not."""
+
+    def __init__(self, heads: int, groups: int, neighbours: bool) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(8, heads * 2), nn.Linear(heads * 2, 8)
+        self.k, self.v = nn.Linear(8, groups * 2, bias=False), nn.Linear(8, groups * 2)
+        self.neighbours = neighbours
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, 2)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        times = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(times, 1) if self.neighbours else t.repeat(1, times, 1, 1) for t in (k, v))
+        return self.out(((q @ k.mT).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+# Heads of queries, heads of keys, and whether neighbours read the same.
+SHARED = {"two ranks, three keys": (6, 3, True), "shared by turns": (8, 4, False), "shared": (8, 4, True)}
+
+
+class NormedHeads(Grouped):
+    """A norm of every head, whose gain all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, True)
+        self.norm, self.end = nn.RMSNorm(2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (linear(x).unflatten(-1, (-1, 2)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        q = self.norm(q)
+        return self.end(self.out(((q @ k.mT).softmax(dim=-1) @ v).transpose(1, 2).flatten(2)))
 
 
 class Headed(nn.Module):

@@ -63,6 +63,12 @@ def test_frozen_before_and_after(zero: int) -> None:
         model(x)
 
 
+@pytest.mark.usefixtures("_alone")
+def test_a_module_without_shapes_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet \(a lazy module\); run the module once"):
+        interlace.parallelize(nn.Sequential(nn.LazyLinear(3)))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),

@@ -120,8 +120,22 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
         assert "computes its weight from others" in said["parametrized"]
         assert "(scale_grad_by_freq)" in said["by frequency"]
         assert "max_norm=1, with which each rank" in said["max norm"]
-        for right in ("a square", "another fault", "alternating", "in pairs", "cut by rows"):
-            assert said.pop(right) == "nothing", right
+        for name in ("a softmax", "a norm", "another order", "a sum so far"):
+            assert (
+                "makes up COLUMN and down ROW, and between them a feature or head is computed from another"
+                in said[name]
+            )
+        assert "makes k COLUMN and out ROW, and between them" in said["shared by turns"]
+        for name in ("a sum", "a sum of weights"):
+            assert "a number that leaves the module is computed from up, of which this rank has a slice" in said[name]
+        assert "whose 4 of 8 features on this rank are taken for all classes; make head VOCAB" in said["classes"]
+        assert said["two ranks, three keys"] == (
+            "ConfigError: roles makes k COLUMN, whose 3 heads serve the 6 that out (ROW) takes, and over tp=2 a rank "
+            "has heads of out whose share of k is on another one; use tp = 1, 3, 6."
+        )
+        right = ("a square", "another fault", "alternating", "in pairs", "cut by rows", "twice", "shared")
+        for name in (*right, "a recomputed one"):
+            assert said.pop(name) == "nothing", name
         assert "nothing" not in said.values()
         here = 4 - rank  # of two products that belong together both are named
         assert said["no row"] == (

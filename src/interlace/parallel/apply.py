@@ -113,6 +113,8 @@ def _check(module: nn.Module) -> None:
                 "its own tokens alone; take it off, and scale rows after the optimizer's step, or not at all."
             )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before parallelize.")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
 

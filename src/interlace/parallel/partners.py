@@ -7,28 +7,39 @@ the module has run once, `Watch` looks at what its products are given and make, 
 
 Products that were fused, one behind another in the rows of one COLUMN weight (gate and up, or query, key and value),
 have shapes that fit however they are cut, but a slice of these rows is no slice of each product: that is refused too.
+
+What fits in shape and is no part of what one process computes is refused as far as the graph of that run tells (none is
+kept without gradients, nor inside of what is recomputed or compiled, and a rank with one head sees no other): a feature
+or head that a ROW product is given and that depends on another one of a COLUMN product (a softmax or norm over split
+features, heads in another order, keys of another group); and a number that leaves the module without having passed a
+ROW product (a sum over features).
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from interlace.errors import ConfigError
+from interlace.errors import ConfigError, PlanError
 from interlace.parallel.part import Part
+from interlace.plan.tensor import slicing
 from interlace.spec import Role
 
 Given = Mapping[str, tuple[Role, int]]
 OWN_COUNT = (
     "let the module count heads from what it is given (-1 in a view), or set the numbers it keeps to those of one rank"
 )
+KEPT = (Role.COLUMN, Role.ROW)  # roles of weights of which a rank has a slice, whose products are no whole either
+SEEDS = 6  # binary digits of a head's number by which dependences are looked at
 CUTTING = (
     "chunk",
     "split",
@@ -64,6 +75,8 @@ def check(splitting: Given, parts: Mapping[str, Part]) -> None:
                 f"roles cuts the {row.shape[1]} features of {equal[0]} (COLUMN) at {_cuts(cuts[0].bounds)} and those "
                 f"of {name} (ROW) at {_cuts(row.bounds)}, since {kept} and {chunk} stay together; give both the same."
             )
+        for other in near:
+            _refuse_apart(other, takers, splitting, parts)
 
 
 def _refuse_fused(name: str, takers: Sequence[str], splitting: Given, parts: Mapping[str, Part]) -> None:
@@ -77,6 +90,39 @@ def _refuse_fused(name: str, takers: Sequence[str], splitting: Given, parts: Map
         f"roles makes {name} COLUMN, whose {rows} rows are {rows // chunk} of {chunk} that stay together, and {other} "
         f"(ROW) takes {taken[other]}; if {name} is several products one behind another, give each a linear of its own, "
         "and if their rows alternate, give the number that belongs together."
+    )
+
+
+def _refuse_apart(name: str, takers: Sequence[str], splitting: Given, parts: Mapping[str, Part]) -> None:
+    """Heads of a COLUMN product that several of a ROW product share are on the ranks of those."""
+    part, chunk = parts[f"{name}.weight"], splitting[name][1]
+    rows, ways, axis = part.shape[0], part.group.size, part.group.axis
+    heads = rows // chunk
+
+    def fits(other: str, ways: int) -> bool:
+        features, kept = parts[f"{other}.weight"].shape[1], splitting[other][1]
+        try:
+            own = slicing((rows,), "N", 0, ways, chunk)
+            its = slicing((features,), "M", 0, ways, kept)
+        except PlanError:
+            return False
+        for rank in range(ways):
+            (a, b), (c, d) = own.bound(rank), its.bound(rank)
+            inside = a * features <= c * rows and d * rows <= b * features
+            if not inside or (own.copies == its.copies and (b - a) * features != (d - c) * rows):
+                return False
+        return True
+
+    takes = {other: parts[f"{other}.weight"].shape[1] // splitting[other][1] for other in takers}
+    sharing = [other for other, count in takes.items() if count % heads == 0]
+    if any(takes[other] == heads or fits(other, ways) for other in sharing):
+        return
+    other = sharing[0]
+    known = [str(ways) for ways in range(1, takes[other] + 1) if fits(other, ways)]
+    raise ConfigError(
+        f"roles makes {name} COLUMN, whose {heads} heads serve the {takes[other]} that {other} (ROW) takes, and over "
+        f"{axis}={ways} a rank has heads of {other} whose share of {name} is on another one; use {axis} = "
+        f"{', '.join(known)}."
     )
 
 
@@ -125,6 +171,51 @@ class _Cuts(TorchFunctionMode):
                 )
 
 
+@dataclass(frozen=True)
+class _Head:
+    """Features that stay together: [start, stop) among those of this rank, and as fractions of all."""
+
+    here: tuple[int, int]
+    whole: tuple[Fraction, Fraction]
+
+    def meets(self, other: _Head) -> bool:
+        return self.whole[0] < other.whole[1] and other.whole[0] < self.whole[1]
+
+
+def _heads(part: Part, features: int, chunk: int) -> list[_Head]:
+    """Those of this rank."""
+    start, stop = part.bound
+    ends = [(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
+    return [_Head((a - start, b - start), (Fraction(a, features), Fraction(b, features))) for a, b in ends]
+
+
+def _seeds(count: int) -> Iterator[list[int]]:
+    """Sets of numbers below `count` such that of any two (of up to 64) some set holds the first and not the second."""
+    digits = (count - 1).bit_length()
+    for digit in [*range(digits)][-SEEDS:]:
+        for value in (0, 1):
+            yield [number for number in range(count) if number >> digit & 1 == value]
+
+
+def _above(given: Tensor, ends: Iterable[Any]) -> set[Any]:
+    """The nodes of the graph that `given` comes from without passing one of `ends`, or what was compiled."""
+    seen, found, waiting = set(ends), set(), [given.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(node)
+        if not node.name().startswith("CompiledFunction"):
+            waiting += [above for above, _ in node.next_functions]
+    return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a part of it is, as a module or by its forward."""
+    return any("forward" in vars(inner) or inner._compiled_call_impl is not None for inner in module.modules())
+
+
 class Watch:
     """Stands around a module's forward until it has run once, and says `ConfigError` where products do not match."""
 
@@ -132,8 +223,14 @@ class Watch:
         self.ran: list[_Product] = []
         self._plain, self._module = module.forward, module
         self._hooks = []
+        self._parts, self._given = parts, splitting
+        self._sees = not _is_compiled(module)
+        self._open: list[tuple[str, Tensor, Any]] = []  # what COLUMN products made, and nodes, before a ROW has it
+        self._ends: list[Any] = []  # of the graph: where sums over ranks, or gathered features, begin
         for name, inner in module.named_modules():
             role, chunk = splitting.get(name, (None, 1))
+            if role in (Role.ROW, Role.VOCAB):
+                self._hooks.append(inner.register_forward_hook(self._end))
             if isinstance(inner, nn.Embedding) or not isinstance(getattr(inner, "weight", None), nn.Parameter):
                 continue
             if isinstance(inner, nn.Linear) or role in (Role.COLUMN, Role.ROW):
@@ -147,12 +244,15 @@ class Watch:
         try:
             with _Cuts(self.ran):
                 made = self._plain(*args, **kwargs)
-        except RuntimeError as error:
+            self._refuse_slices(made)
+            self._refuse_sums(made)
+        except (RuntimeError, IndexError) as error:
             told = self._told(error)
             if told is None:
                 raise
             raise told from None
-        self._refuse_slices(made)
+        finally:
+            self._open, self._ends = [], []
         for hook in self._hooks:
             hook.remove()
         del self._module.forward
@@ -169,12 +269,69 @@ class Watch:
                     f"rank leave the module; give {product.name} no role, or VOCAB, which gathers them."
                 )
 
+    def _end(self, module: Any, args: Any, made: Any) -> None:
+        if isinstance(made, Tensor) and made.grad_fn is not None:
+            self._ends.append(made.grad_fn)
+
+    def _refuse_sums(self, made: Any) -> None:
+        """`ConfigError` where what leaves the module is computed from a slice, and has lost the size that tells it."""
+        named = dict(self._module.named_parameters(remove_duplicate=False)) if self._sees else {}
+        split = {id(named[f"{name}.weight"]): name for name, (role, _) in self._given.items() if role in KEPT and named}
+        for leaf in tree_leaves(made):
+            if not isinstance(leaf, Tensor) or leaf.dim() > 0:
+                continue
+            for node in _above(leaf, self._ends):
+                if name := split.get(id(getattr(node, "variable", None))):
+                    raise ConfigError(
+                        f"a number that leaves the module is computed from {name}, of which this rank has a slice, and "
+                        "was not added up over ranks; compute it from what a ROW product makes, or outside, from "
+                        f"whole_parameters(), or give {name} no role."
+                    )
+
+    def _refuse_mixture(self, name: str, given: Tensor) -> None:
+        """`ConfigError` where a head that a ROW product is given depends on another one than its own of a COLUMN
+        product: what it depends on may be on another rank."""
+        if not self._sees or torch.compiler.is_compiling() or not torch.is_grad_enabled() or given.grad_fn is None:
+            return
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:  # recomputed, or moved elsewhere
+            return
+        above = _above(given, self._ends)
+        columns = [(column, made) for column, made, node in self._open if node in above]
+        self._open = [entry for entry in self._open if entry[2] not in above]
+        row = self._parts[f"{name}.weight"]
+        heads = _heads(row, row.shape[1], self._given[name][1])
+        for seeds in _seeds(len(heads)):
+            seed = torch.zeros_like(given)
+            for number in seeds:
+                seed[..., slice(*heads[number].here)].uniform_(1, 2)
+            try:
+                made = [tensor for _, tensor in columns]
+                found = torch.autograd.grad(given, made, seed, retain_graph=True, allow_unused=True) if made else ()
+            except RuntimeError:  # of a graph that cannot be run twice
+                return
+            for (column, _), gradient in zip(columns, found, strict=True):
+                if gradient is None:
+                    continue
+                part = self._parts[f"{column}.weight"]
+                for head in _heads(part, part.shape[0], self._given[column][1]):
+                    own = any(heads[number].meets(head) for number in seeds)
+                    if not own and gradient[..., slice(*head.here)].any():
+                        raise ConfigError(
+                            f"roles makes {column} COLUMN and {name} ROW, and between them a feature or head is "
+                            "computed from another one (a norm or softmax over them, say, or another order), which may "
+                            "be on another rank; give what belongs together as rows that stay together, or no role."
+                        )
+
     def _before(self, name: str, role: Role | None, part: Part) -> Any:
         whole = part.shape[1]
         takes = part.bound[1] - part.bound[0] if role is Role.ROW else whole
 
         def look(module: Any, args: tuple[Any, ...]) -> None:
-            if not args or not isinstance(args[0], Tensor) or args[0].shape[-1] == takes:
+            if not args or not isinstance(args[0], Tensor):
+                return
+            if args[0].shape[-1] == takes:
+                if role is Role.ROW:
+                    self._refuse_mixture(name, args[0])
                 return
             given = args[0].shape[-1]
             source = next((p for p in reversed(self.ran) if p.here == given), None)
@@ -203,14 +360,23 @@ class Watch:
             if isinstance(made, Tensor):
                 kept = weakref.ref(made) if role is Role.COLUMN else None
                 self.ran.append(_Product(name, role, made.shape[-1], part.shape[0], chunk, kept))
+                if role is Role.COLUMN:
+                    self._open.append((name, made, made.grad_fn))
 
         return note
 
-    def _told(self, error: RuntimeError) -> ConfigError | None:
+    def _told(self, error: RuntimeError | IndexError) -> ConfigError | None:
         """Of a message that holds two sizes, in features or heads, that a column here and a whole product have, or of
         a shape that a column's slice does not fit."""
         text = str(error)
         columns = [p for p in reversed(self.ran) if p.role is Role.COLUMN and p.here != p.features]
+        if re.fullmatch(r"Target \d+ is out of bounds\.", text) and columns and columns[0].name == self.ran[-1].name:
+            return ConfigError(
+                f"roles makes {columns[0].name} COLUMN, whose {columns[0].here} of {columns[0].features} features on "
+                f"this rank are taken for all classes; make {columns[0].name} VOCAB, which gathers them."
+            )
+        if isinstance(error, IndexError):
+            return None
         if shape := re.search(r"shape '(\[.*\])' is invalid for input of size (\d+)", text):
             column = next((p for p in columns if int(shape[2]) % p.here == 0), None)
             if column is None:

@@ -6,8 +6,8 @@ its row-split product) and once in backward (before its column-split ones):
     COLUMN  nn.Linear     rows of the weight split; input whole, output a slice
     ROW     nn.Linear     columns split; input a slice, output added up over ranks, then the bias
     VOCAB   nn.Embedding  rows split, output added up;  nn.Linear: rows split, output gathered
-    SPLIT   any module    all that is computed inside is a part: gradients of its inputs and of the whole parameters
-                          inside are added up over ranks
+    SPLIT   any module    all that is computed inside is a part: gradients of the whole parameters inside are added up
+                          over ranks, and of its inputs where a COLUMN product inside makes the parts
 
 Columns that read the same tensor share one sum in backward.  SPLIT is for attention whose norms work on split heads
 (Qwen3), or that hands a tensor made by a whole product to all heads, such as the rope key of latent attention
@@ -100,7 +100,8 @@ def split_module(
     for name, (role, _) in splitting.items():
         owner, _, attribute = name.rpartition(".")
         if role is Role.SPLIT:
-            _enter(modules[name], axis.group)
+            if any(its is Role.COLUMN and other.startswith(f"{name}.") for other, (its, _) in splitting.items()):
+                _enter(modules[name], axis.group)
             continue
         within = any(owner == at or owner.startswith(f"{at}.") for at in inside)
         entrance = None if within else shared.setdefault(owner, CopyOnce(axis.group))
