@@ -161,18 +161,18 @@ def _of_leaf(run: Run, start: int, leaf: nn.Parameter, entries: Mapping[str, Map
     known = {name: entry for name, entry in entries.items() if entry}
     if not known:
         return {}
-    model, sample = next(iter(known.items()))
+    one, sample = next(iter(known.items()))
     members = {member.name: member for member in run.members}
     shapes = {name: members[name].shape if (part := members[name].part) is None else part.shape for name in entries}
     made: dict[str, Any] = {}
     for key, value in sample.items():
         if lacking := [name for name, entry in entries.items() if key not in entry]:
-            raise CheckpointError(f'the optimizer\'s state has no {key} of "{lacking[0]}", and "{model}" has one.')
+            raise CheckpointError(f'the optimizer\'s state has no {key} of "{lacking[0]}", and "{one}" has one.')
         values = {name: entry[key] for name, entry in entries.items()}
-        if _is_number(key, value) and (key == "step" or shapes[model] or not isinstance(value, torch.Tensor)):
+        if _is_number(key, value) and (key == "step" or shapes[one] or not isinstance(value, torch.Tensor)):
             if other := [name for name, each in values.items() if float(each) != float(value)]:
                 raise CheckpointError(
-                    f'{key} of "{other[0]}" is {float(values[other[0]]):g} in the optimizer\'s state, of "{model}" '
+                    f'{key} of "{other[0]}" is {float(values[other[0]]):g} in the optimizer\'s state, of "{one}" '
                     f"{float(value):g}; both lie in one run of elements, which takes steps together."
                 )
             made[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -252,11 +252,9 @@ def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
     gathers = 0 if plan.zero == 0 else 2 * count if plan.zero == 3 and plan.pp == 1 else 1
     if plan.unsharded and plan.unsharded < num_stages(plan) // plan.pp:  # they take turns
         gathers = 2 * count
-    inner, wire = ("shard", plan.shard) if is_hybrid(merged) else ("dp", merged.dp), 4 if count > 1 else itemsize
-    moved = whole * (inner[1] - 1) / inner[1]
-    along = {
-        inner[0]: {"reduce_scatter": moved * (4 if plan.pp > 1 else wire), "all_gather": moved * itemsize * gathers}
-    }
+    axis, ways = ("shard", plan.shard) if is_hybrid(merged) else ("dp", merged.dp)
+    moved, wire = whole * (ways - 1) / ways, 4 if count > 1 else itemsize
+    along = {axis: {"reduce_scatter": moved * (4 if plan.pp > 1 else wire), "all_gather": moved * itemsize * gathers}}
     if plan.zero == 0:
         along["dp"] = {"all_reduce": 2 * moved * wire}
     if is_hybrid(merged):
