@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from interlace.kernels import workspace
 from interlace.kernels.all_gather_matmul import OP
 from interlace.kernels.candidate import Candidate, Options, Tile, candidates, forced
 from interlace.kernels.gather_matmul import gather_matmul
+from interlace.kernels.matmul_scatter import matmul_reduce, matmul_scatter
 from interlace.kernels.tile import matmul
 from interlace.kernels.workspace import Workspace
 from interlace.layout import split
@@ -220,3 +222,31 @@ def core(world: World) -> int:
                     assert apart <= LOOSE[dtype] * expected.abs().max().item(), (dtype, M, N, K, turned, tile)
                     done += 1
     return done
+
+
+def misfits(world: World) -> dict[str, str]:
+    """Operands that do not belong together, which kernels would read beyond their ends."""
+    group, said = group_of(world), {}
+    x, weight = torch.ones(3, 8), torch.ones(5, 8)
+
+    def gathered(policy: str, weight: Tensor, bias: Tensor | None = None, count: int = 3 * world.size) -> Any:
+        return gather_matmul(x, [weight], [bias], group, count, True, columns=10, policy=policy)
+
+    attempts: dict[str, Callable[[str], Any]] = {
+        "width": lambda policy: gathered(policy, torch.ones(5, 7)),
+        "bias": lambda policy: gathered(policy, weight, torch.ones(4)),
+        "type": lambda policy: gathered(policy, weight.bfloat16()),
+        "rows": lambda policy: gathered(policy, weight, count=3 * world.size + 2),
+        "scattered": lambda policy: matmul_scatter(torch.ones(6, 8), torch.ones(5, 7), group, True, 16, policy),
+        "summed": lambda policy: matmul_reduce(torch.ones(6, 8), weight.double(), group, True, 16, policy),
+    }
+    for policy in ("plain", "fused"):
+        for name, attempt in attempts.items():
+            if (name, policy) == ("summed", "plain"):
+                continue  # the library's product, which tells its types
+            try:
+                attempt(policy)
+                said[f"{name} {policy}"] = "nothing"
+            except ConfigError as error:
+                said[f"{name} {policy}"] = str(error)
+    return said

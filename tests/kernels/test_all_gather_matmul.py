@@ -41,6 +41,20 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: Callable[..., list[Any]])
     assert second == ""
 
 
+def test_operands_that_do_not_belong_together_are_told(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, said in enumerate(run_ranks(f"{RANKS}:misfits", 2, timeout=110.0)):
+        assert len(said) == 11
+        for name, sentence in said.items():
+            assert {
+                "width": "x [3, 8] times a weight [5, 7]; give the weight as [out, 8]",
+                "bias": "times a weight [5, 8] and a bias [4]; give",
+                "type": "x of torch.float32 on cpu times a weight or bias of torch.bfloat16 on cpu; give all in one",
+                "rows": f"x has 3 rows on rank {rank} of 2, whose share of 8 is 4; rows are split evenly",
+                "scattered": "x [6, 8] times a weight [5, 7]; give the weight as [out, 8]",
+                "summed": "times a weight or bias of torch.float64",
+            }[name.split()[0]] in sentence, name
+
+
 def test_what_is_refused(run_ranks: Callable[..., list[Any]]) -> None:
     for growth, type_ in run_ranks(f"{RANKS}:refusals", 2, {}, timeout=110.0):
         assert "make one call with these sizes before the capture" in growth

@@ -17,15 +17,17 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
+from interlace.layout import split
 from interlace.plan.overlap import PLAIN, Chooser, Product, Way
 
 CUT = 2.0**38  # FLOPs of a GPU's product, from which on cutting it pays for running it beside the library's transfer
@@ -102,6 +104,38 @@ class Candidate:
         elif self.single_kernel:
             x, weight, _, group = args[:4]
             group.meter.flops += 2 * x.numel() * len(weight)
+
+
+def refuse_misfits(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group, count: int | None = None
+) -> None:
+    """`ConfigError` for operands that a kernel would read beyond their ends, or as another type.
+
+    count: rows of all ranks together where `x` is this rank's part of them.
+    """
+    K, place = x.shape[-1], (x.dtype, x.device)
+    for weight, bias in zip(weights, biases, strict=True):
+        if weight.dim() != 2 or weight.shape[1] != K or (bias is not None and bias.shape != weight.shape[:1]):
+            added = "" if bias is None else f" and a bias {list(bias.shape)}"
+            raise ConfigError(
+                f"x {list(x.shape)} times a weight {list(weight.shape)}{added}; give the weight as [out, {K}], the "
+                "bias as [out]."
+            )
+        others = [tensor for tensor in (weight, bias) if tensor is not None and (tensor.dtype, tensor.device) != place]
+        if others:
+            raise ConfigError(
+                f"x of {x.dtype} on {x.device} times a weight or bias of {others[0].dtype} on {others[0].device}; give "
+                "all in one type, on one device."
+            )
+    if x.device.type != group.device.type:
+        raise ConfigError(f"x is on {x.device}, and the group's ranks meet on {group.device}; move x there.")
+    if count is not None:
+        start, stop = split(count, group.size, group.rank)
+        if x.shape[:-1].numel() != stop - start:
+            raise ConfigError(
+                f"x has {x.shape[:-1].numel()} rows on rank {group.rank} of {group.size}, whose share of {count} is "
+                f"{stop - start}; rows are split evenly, the first ranks having one more."
+            )
 
 
 CALM = ("plain", "off")  # policies that never take another

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
 from interlace.collectives.operator import Operator, entry
-from interlace.kernels.candidate import Problem, pays_to_cut, pick
+from interlace.kernels.candidate import Problem, pays_to_cut, pick, refuse_misfits
 from interlace.layout import split
 
 
@@ -128,6 +128,7 @@ def _products(
     columns: int,
 ) -> list[Tensor]:
     """The products [N M], and the rows that backward needs; none of them where those are x's own."""
+    refuse_misfits(x, weights, biases, group, count)
     pairs = list(zip(weights, biases, strict=True))
     x_rows = x.flatten(0, -2)
     if count is None:

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import reduce, scatter, start_gather, start_parts, start_reduce, start_scatter
 from interlace.collectives.operator import Operator, entry
-from interlace.kernels.candidate import Candidate, Problem, pays_to_cut, pick
+from interlace.kernels.candidate import Candidate, Problem, pays_to_cut, pick, refuse_misfits
 from interlace.layout import split
 
 
@@ -94,6 +94,7 @@ class _MatmulScatter(torch.autograd.Function):
 
 
 def _rows(group: Group, x_RM: Tensor, weight_NM: Tensor, inner: int | None, policy: str) -> Tensor:
+    refuse_misfits(x_RM, [weight_NM], [None], group)
     rows = [slice(*split(len(x_RM), group.size, rank)) for rank in range(group.size)]
     shape = (rows[group.rank].stop - rows[group.rank].start, len(weight_NM))
     chosen = _choice("matmul_reduce_scatter", x_RM, weight_NM, group, inner, policy)
@@ -204,6 +205,7 @@ class _MatmulReduce(torch.autograd.Function):
 
 
 def _sum(group: Group, x: Tensor, weight_NM: Tensor, inner: int | None, policy: str) -> Tensor:
+    refuse_misfits(x, [weight_NM], [None], group)
     chosen = _choice("matmul_all_reduce", x, weight_NM, group, inner, policy)
     if chosen is None:
         made_RN = x.flatten(0, -2) @ weight_NM.t()
