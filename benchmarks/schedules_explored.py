@@ -87,13 +87,14 @@ def exchange(name: str) -> Any:
 def rows() -> dict[str, Row]:
     of = functools.partial
     made = {f"example {path.stem}": Row(of(example, path.stem)) for path in sorted(EXAMPLES.glob("*.py"))}
-    for name in ("chunks", "chained", "persistent", "push"):
+    for name in ("chunks", "chained", "persistent", "put", "push"):
         made[f"gather {name}"] = Row(of(gather, name, count=5, chunks=2, keep=True))
         graph = of(gather, name, count=3, calls=1, in_memory=True)
         made[f"gather {name}: as a graph"] = Row(graph, replays=2, later=True)
         made[f"gather {name}: cuts change"] = Row(of(gather, name, count=5, chunks=(3, 1, 2)), later=True)
     sizes = ((33, 40), (2, 16), (5, 40), (1, 8))
-    for op, name in (("scatter", "tiles"), ("scatter", "push"), ("reduce", "one-shot"), ("reduce", "two-shot")):
+    ways = {"scatter": ("put", "tiles", "push"), "reduce": ("put", "one-shot", "two-shot")}
+    for op, name in ((op, name) for op, names in ways.items() for name in names):
         way = of(scatter, "matmul_reduce_scatter" if op == "scatter" else "matmul_all_reduce", name)
         made[f"{op} {name}"] = Row(way)
         made[f"{op} {name}: as a graph"] = Row(way, replays=1, later=True)

@@ -86,7 +86,7 @@ def values(world: World) -> int:
     for dtype, shapes in ((torch.bfloat16, (*SHAPES, *ODD)), (torch.float16, SHORT), (torch.float32, (*SHORT, *ODD))):
         for shape in shapes:
             case = Case(group, *shape, dtype)
-            for name in ("plain", "chunks", "chained", "persistent", "push"):
+            for name in ("plain", "chunks", "chained", "persistent", "put", "push"):
                 for number, chunks in enumerate((None, 3)):
                     case.run(candidates(OP)[name], number, Options(chunks=chunks), keep=number == 0)
                 case.check((name, shape, dtype))
@@ -108,7 +108,7 @@ def sharing_a_gpu(heap: SymmetricHeap) -> int:
     made: list[tuple[str, Case]] = []
     with workspace.on(heap, group):
         for M, N, K in (*SHAPES, *ODD):
-            for name in ("chunks", "chained", "persistent", "push"):
+            for name in ("chunks", "chained", "persistent", "put", "push"):
                 case = Case(group, M, N, K, torch.bfloat16)
                 for number in (0, 1, 0):
                     case.run(candidates(OP)[name], number, Options(chunks=2))

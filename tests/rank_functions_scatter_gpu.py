@@ -25,7 +25,7 @@ LARGE = (
     (1, 512, 256, torch.bfloat16, None),
     (77, 33, 50, torch.float16, None),
 )
-WAYS = {SCATTER: ["chunks", "chained", "persistent", "tiles", "push"], REDUCE: ["one-shot", "two-shot"]}
+WAYS = {SCATTER: ["chunks", "chained", "persistent", "put", "tiles", "push"], REDUCE: ["put", "one-shot", "two-shot"]}
 
 
 def several(world: World, checks: dict[str, dict[str, Any]]) -> list[Any]:
@@ -142,4 +142,5 @@ def graphs(world: World, replays: int) -> list[str]:
 
 
 def space_of(op: str, name: str) -> str:
-    return f"{op}.chunks" if name in ("chunks", "chained", "persistent") else op
+    ends = {"put": ".put"} | dict.fromkeys(("chunks", "chained", "persistent"), ".chunks")
+    return op + ends.get(name, "")

@@ -60,6 +60,6 @@ def launch(
 
 
 # For `interlace check tests/check/gather_launches.py:persistent --ranks 2,3,4 --schedules 1000`.
-chunks, chained, persistent, push = (
-    launch(name, count=5, N=8, K=8) for name in ("chunks", "chained", "persistent", "push")
+chunks, chained, persistent, put, push = (
+    launch(name, count=5, N=8, K=8) for name in ("chunks", "chained", "persistent", "put", "push")
 )

@@ -15,7 +15,10 @@ from interlace.symmetric import SymmetricHeap
 
 WHOLE, HALVES = Tile(16, 16, 16, 2, 4, 2), Tile(16, 32, 16, 1, 4, 2, parts=2)
 SCATTER, REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
-WAYS = ((SCATTER, "tiles"), (SCATTER, "push"), (REDUCE, "one-shot"), (REDUCE, "two-shot"))
+WAYS = (
+    (SCATTER, "put"), (SCATTER, "tiles"), (SCATTER, "push"),
+    (REDUCE, "put"), (REDUCE, "one-shot"), (REDUCE, "two-shot"),
+)  # fmt: skip
 COPIED = ((SCATTER, "chunks"), (SCATTER, "chained"), (SCATTER, "persistent"))
 
 

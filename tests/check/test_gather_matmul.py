@@ -14,13 +14,13 @@ from interlace.kernels import arrival
 from interlace.kernels.workspace import Turn, Workspace
 
 
-@pytest.mark.parametrize("name", ["chunks", "chained", "persistent", "push"])
+@pytest.mark.parametrize("name", ["chunks", "chained", "persistent", "put", "push"])
 def test_no_report(name: str) -> None:
     verdict = explore(launch(name, count=5, chunks=2, keep=True), ranks=2, schedules=4)
     assert verdict.ok, verdict
 
 
-@pytest.mark.parametrize("name", ["chunks", "push"])
+@pytest.mark.parametrize("name", ["chunks", "put", "push"])
 def test_no_report_when_repeated_as_a_graph(name: str) -> None:
     verdict = explore(launch(name, count=3, calls=1, in_memory=True), ranks=2, schedules=3, replays=2)
     assert verdict.ok, verdict

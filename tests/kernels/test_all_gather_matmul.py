@@ -13,7 +13,7 @@ from interlace.kernels.arrival import Chunks, Slices
 from interlace.kernels.candidate import Problem, choose, forced
 
 RANKS = "rank_functions_gather"
-ALL = ["plain", "chunks", "chained", "persistent", "push"]
+ALL = ["plain", "chunks", "chained", "persistent", "put", "push"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -22,17 +22,19 @@ def test_values(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
 
 
 def test_repeated_on_two_groups_with_late_ranks(run_ranks: Callable[..., list[Any]]) -> None:
-    argument = {"names": ["chunks", "persistent", "push"], "rounds": 20}
+    argument = {"names": ["chunks", "persistent", "put", "push"], "rounds": 20}
     assert run_ranks(f"{RANKS}:repeated", 2, argument, timeout=110.0) == [20, 20]
 
 
 def test_calls_counted_in_memory(run_ranks: Callable[..., list[Any]]) -> None:
-    run_ranks(f"{RANKS}:counted_in_memory", 2, {"names": ["chunks", "chained", "persistent", "push"]}, timeout=110.0)
+    run_ranks(
+        f"{RANKS}:counted_in_memory", 2, {"names": ["chunks", "chained", "persistent", "put", "push"]}, timeout=110.0
+    )
 
 
 def test_gradients(run_ranks: Callable[..., list[Any]]) -> None:
-    pairs = [["plain", "plain"], ["chunks", "chunks"], ["persistent", "tiles"]]
-    assert run_ranks(f"{RANKS}:gradients", 3, {"pairs": pairs}, timeout=110.0) == [9] * 3
+    pairs = [["plain", "plain"], ["chunks", "chunks"], ["persistent", "tiles"], ["put", "put"]]
+    assert run_ranks(f"{RANKS}:gradients", 3, {"pairs": pairs}, timeout=110.0) == [12] * 3
 
 
 def test_a_rank_that_does_not_come_is_named(run_ranks: Callable[..., list[Any]]) -> None:
@@ -142,22 +144,22 @@ def test_ranks_that_share_a_gpu(ranks: int) -> None:
 @pytest.mark.gpu2
 def test_values_on_two_gpus() -> None:
     first, second = on_gpus("values")
-    assert first == second == 64
+    assert first == second == 74
 
 
 @pytest.mark.gpu2
 def test_a_thousand_calls_of_each_on_two_gpus() -> None:
     """Changing rows and chunks, two groups on two streams, late ranks; then two streams of one group."""
-    assert on_gpus("thousand", {"names": ["chunks", "chained", "persistent", "push"]}) == [4000, 4000]
+    assert on_gpus("thousand", {"names": ["chunks", "chained", "persistent", "put", "push"]}) == [5000, 5000]
     assert on_gpus("interleaved_streams") == [100, 100]
 
 
 @pytest.mark.gpu2
 def test_graphs_replay_on_two_gpus() -> None:
-    assert on_gpus("replays", {"names": ["chunks", "chained", "persistent", "push"]}) == [200, 200]
+    assert on_gpus("replays", {"names": ["chunks", "chained", "persistent", "put", "push"]}) == [250, 250]
 
 
 @pytest.mark.gpu2
 def test_gradients_on_two_gpus() -> None:
-    pairs = [["persistent", "tiles"], ["chunks", "chunks"], ["push", "push"]]
-    assert on_gpus("gradients", {"pairs": pairs}) == [18, 18]
+    pairs = [["persistent", "tiles"], ["chunks", "chunks"], ["push", "push"], ["put", "put"]]
+    assert on_gpus("gradients", {"pairs": pairs}) == [24, 24]

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 RANKS = "rank_functions_scatter_gpu"
-NAMES = ["chunks", "chained", "persistent", "tiles", "push", "one-shot", "two-shot"]
+SCATTER, REDUCE = "matmul_reduce_scatter", "matmul_all_reduce"
+SCATTERED, REDUCED = ["chunks", "chained", "persistent", "put", "tiles", "push"], ["put", "one-shot", "two-shot"]
+NAMES = [*SCATTERED, *REDUCED]
+BOTH = [*((SCATTER, name) for name in SCATTERED), *((REDUCE, name) for name in REDUCED)]
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("op", "name"), BOTH)
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 9), (3, 4)])
-def test_values_on_one_gpu(ranks: int, calls: int, name: str) -> None:
+def test_values_on_one_gpu(ranks: int, calls: int, op: str, name: str) -> None:
     from interlace.symmetric.cuda import on_one_gpu
-    from rank_functions_scatter_gpu import WAYS, on_a_share
+    from rank_functions_scatter_gpu import on_a_share
 
-    (op,) = (op for op, names in WAYS.items() if name in names)
     if name != "chained" or ranks == 2:
         run = functools.partial(on_a_share, op=op, name=name)
         assert on_one_gpu(run, ranks, nbytes=1 << 28, timeout=60.0) == [calls] * ranks
@@ -40,19 +42,23 @@ def test_values_on_two_gpus() -> None:
 @pytest.mark.gpu2
 @pytest.mark.timeout(600)
 def test_odd_shapes_bits_and_gradients() -> None:
-    scatter, reduce = "matmul_reduce_scatter", "matmul_all_reduce"
-    ways = [("tiles", "two-shot", "persistent"), ("chained", "one-shot", "chunks"), ("persistent", "two-shot", "push")]
+    ways = [
+        ("tiles", "two-shot", "persistent"),
+        ("chained", "one-shot", "chunks"),
+        ("persistent", "two-shot", "push"),
+        ("put",),
+    ]
     checks = {
-        "values": {"op": scatter, "names": ["plain", "chunks", "chained", "persistent", "tiles", "push"]},
-        "exact": {"op": scatter, "names": ["tiles", "push"]},
+        "values": {"op": SCATTER, "names": ["plain", *SCATTERED]},
+        "exact": {"op": SCATTER, "names": ["put", "tiles", "push"]},
         "gradients": {"ways": ways},
     }
+    dtypes = ("float32", "float16")
     for found in run("several", {"checks": checks}):
-        assert found == [24, ["tiles float32", "tiles float16", "push float32", "push float16"], 18]
-    names = ["one-shot", "two-shot"]
-    checks = {"values": {"op": reduce, "names": ["plain", *names]}, "exact": {"op": reduce, "names": names}}
+        assert found == [28, [f"{name} {dtype}" for name in ("put", "tiles", "push") for dtype in dtypes], 24]
+    checks = {"values": {"op": REDUCE, "names": ["plain", *REDUCED]}, "exact": {"op": REDUCE, "names": REDUCED}}
     for found in run("several", {"checks": checks}):
-        assert found == [12, [f"{name} {dtype}" for name in names for dtype in ("float32", "float16")]]
+        assert found == [16, [f"{name} {dtype}" for name in REDUCED for dtype in dtypes]]
 
 
 @pytest.mark.gpu2

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 NAMES = {
-    "all_gather_matmul": {"chunks", "chained", "persistent", "push"},
-    "matmul_reduce_scatter": {"chunks", "chained", "persistent", "tiles", "push"},
-    "matmul_all_reduce": {"one-shot", "two-shot"},
+    "all_gather_matmul": {"chunks", "chained", "persistent", "put", "push"},
+    "matmul_reduce_scatter": {"chunks", "chained", "persistent", "put", "tiles", "push"},
+    "matmul_all_reduce": {"put", "one-shot", "two-shot"},
 }
 
 

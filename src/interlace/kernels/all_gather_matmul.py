@@ -4,6 +4,7 @@
     chunks       copy engines push; the library's product of each chunk as it lands
     chained      the same in slices of K, added up in fp32: every product has all the peers' rows
     persistent   copy engines push; one Triton product that begins with the own rows and waits for each chunk
+    put          one kernel stores the own rows to all peers, then the library's product (`kernels/put.py`)
     push         one kernel for few rows: its first programs store the own rows to all peers, then all multiply
 
 How rows travel is told in `kernels/arrival.py`.  A rank multiplies its own rows, in place, while the first chunk is on
@@ -28,6 +29,7 @@ from interlace.kernels import workspace
 from interlace.kernels.arrival import Arrival, Chunks, Slices
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.gather_matmul import fill
+from interlace.kernels.put import put_rows, too_many
 from interlace.kernels.tile import (
     DTYPES,
     POINTERS,
@@ -366,6 +368,24 @@ def _launch_push(
     )  # fmt: skip
 
 
+# --- one kernel before the product -----------------------------------------------------------------------------------
+
+
+def put_first(
+    x_mK: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    group: Group,
+    count: int,
+    out: Sequence[Tensor],
+    gathered: Tensor | None = None,
+    options: Options = NO_OPTIONS,
+) -> None:
+    whole = x_mK.new_empty(count, x_mK.shape[1]) if gathered is None else gathered
+    put_rows(x_mK, group, count, whole)
+    fill(whole, weights, biases, out, 0, count)
+
+
 # --- what can run ----------------------------------------------------------------------------------------------------
 
 
@@ -415,4 +435,5 @@ register(Candidate("plain", OP, False, _always, plain))
 register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks), cuts=True))
 register(Candidate("chained", OP, False, _needs_kernel, _among_several(chained)))
 register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent), cuts=True))
+register(Candidate("put", OP, False, too_many, put_first))
 register(Candidate("push", OP, True, _needs_few, _among_several(push)))

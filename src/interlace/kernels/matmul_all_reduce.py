@@ -7,6 +7,7 @@ Every candidate equals, with `wire` the rounding to the type that travels,
 with the same bits on every rank, repeated bit for bit.  What travels is of the input's type, but fp32 in "one-shot".
 
     plain     the library's product, then the collectives
+    put       the library's product, then one kernel that stores it to all ranks and adds up (`kernels/put.py`)
     one-shot  one kernel for few rows: a tile goes to all ranks as fp32 as soon as it is made; each adds all of them up
     two-shot  one kernel: a tile goes to its owner while the next one is computed, comes back as a sum, likewise
 
@@ -49,6 +50,7 @@ from interlace.kernels.ordered_tiles import (
     slot,
     tile_for,
 )
+from interlace.kernels.put import sums_after, too_many
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, place, store_part, widens
 from interlace.plan.overlap import FEW_SUMS, Way, num_tiles, sent
 from interlace.symmetric.device import flush_descriptors, my_rank, next_epoch, remote, signal, wait_until
@@ -294,6 +296,17 @@ def _plain(
     out_MN.copy_(total.add_(bias_N))
 
 
+def _put(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_MN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    sums_after(x_MK, weight_NK, bias_N, group, out_MN, OP)
+
+
 def _sizes(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> tuple[tuple[int, int], int]:
     (M, K), N = x_MK.shape, len(weight_NK)
     assert weight_NK.shape == (N, K) and x_MK.dtype == weight_NK.dtype == out_MN.dtype
@@ -315,3 +328,4 @@ ONE_SHOT = register(
 TWO_SHOT = register(
     Candidate("two-shot", OP, True, lambda problem, device: cannot(problem, device, late=True), _two_shot_run)
 )
+PUT = register(Candidate("put", OP, False, too_many, _put))

@@ -10,6 +10,7 @@ so results repeat bit for bit.  What travels is of the input's type, as with NCC
     chunks, chained, persistent
               the same with copy engines, which take no multiprocessor from the product (`scatter_parts`)
     tiles     one kernel: a tile goes to its owner while the next one is computed; own rows last
+    put       the library's product, then one kernel that stores parts to their owners and adds up (`kernels/put.py`)
     push      one kernel for few rows: tiles go at once, as fp32, by ordinary stores
 
 Quicker than a product followed by a reduce-scatter because, of what has to travel, only the last tiles' share is left
@@ -50,6 +51,7 @@ from interlace.kernels.ordered_tiles import (
     share,
     tile_for,
 )
+from interlace.kernels.put import sums_after, too_many
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
 from interlace.layout import split
 from interlace.plan.overlap import FEW_SUMS, Way, sent, tiles_of_rows
@@ -190,6 +192,17 @@ def _push(
     _one_kernel(x_MK, weight_NK, bias_N, group, out_nN, options.tile, late=False)
 
 
+def _put(
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    group: Group,
+    out_nN: Tensor,
+    options: Options = NO_OPTIONS,
+) -> None:
+    sums_after(x_MK, weight_NK, bias_N, group, out_nN, OP)
+
+
 def _sizes(x_MK: Tensor, weight_NK: Tensor, group: Group, out_nN: Tensor) -> tuple[tuple[int, int], int]:
     (M, K), N = x_MK.shape, len(weight_NK)
     assert weight_NK.shape == (N, K) and x_MK.dtype == weight_NK.dtype == out_nN.dtype
@@ -209,5 +222,6 @@ PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _pl
 CHUNKS = register(Candidate("chunks", OP, False, cannot, scatter_parts.chunks, cuts=True))
 CHAINED = register(Candidate("chained", OP, False, _not_chained, scatter_parts.chained))
 PERSISTENT = register(Candidate("persistent", OP, True, cannot, scatter_parts.persistent, cuts=True))
+PUT = register(Candidate("put", OP, False, too_many, _put))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
 PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW_SUMS), _push))

@@ -74,7 +74,7 @@ def predict(
         return _gathers(topology, link, product, M, N, K, share, world, itemsize)
     if op == "matmul_reduce_scatter":
         return _scatters(topology, link, product, M, share, world)
-    return _reduces(topology, link, whole, share * (world - 1))
+    return _reduces(topology, link, whole, share * (world - 1), world)
 
 
 Product = Callable[..., float]
@@ -106,6 +106,7 @@ def _gathers(
         "chained": sliced,
         "persistent": as_they_land(whole / world / SLICES, SLICES) + step,
         "push": whole + step + share * (world - 1) / link.bandwidth,
+        "put": whole + 2 * step + share * (world - 1) / link.bandwidth,
     }
 
 
@@ -138,14 +139,16 @@ def _scatters(topology: Topology, link: Link, product: Product, M: int, share: f
         "persistent": chained,  # one launch for both halves, against a product that is not the library's
         "tiles": tiles,
         "push": whole + 2 * step + share * (world - 1) / link.bandwidth,
+        "put": whole + 2 * step + share * (world - 1) / link.bandwidth,
     }
 
 
-def _reduces(topology: Topology, link: Link, whole: float, nbytes: float) -> dict[str, float]:
-    """nbytes: of both halves, a rank; a one-shot sum sends the whole of [M N] to every peer."""
+def _reduces(topology: Topology, link: Link, whole: float, nbytes: float, world: int) -> dict[str, float]:
+    """nbytes: of both halves, a rank; a one-shot sum sends the whole of [M N] to every peer, and so does "put"."""
     step = topology.kernel_latency
     return {
         "plain": whole + 2 * link.phase_seconds(nbytes / 2),
         "one-shot": whole + 2 * step + nbytes / 2 / link.bandwidth,
         "two-shot": whole + 4 * step + nbytes / 2 / link.bandwidth,
+        "put": whole + 2 * step + world * nbytes / 2 / link.bandwidth,
     }

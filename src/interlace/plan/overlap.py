@@ -5,11 +5,12 @@ Told to the meter and asked of the heap by `kernels`, priced by the planner, and
 `verify`.  W ranks, M rows of all of them together, m of the own ones; what a rank sends, in elements:
 
     all_gather_matmul       every way          m K (W-1)                        all_gather
-    matmul_reduce_scatter   plain, chunks,     (M - m) N                        reduce_scatter
+    matmul_reduce_scatter   plain, put, chunks,  (M - m) N                      reduce_scatter
                             chained, persistent
                             tiles              whole tiles of the others        reduce_scatter
                             push               (M - m) N, fp32                  reduce_scatter
     matmul_all_reduce       plain              both halves of M N               reduce_scatter, all_gather
+                            put                M N (W-1)                        all_gather
                             one-shot           M N (W-1), fp32                  all_gather
                             two-shot           whole tiles of the others,       reduce_scatter,
                                                and own ones (W-1) times         all_gather
@@ -34,6 +35,8 @@ GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_
 FP32 = 4
 FEW_ROWS = 1 << 24  # bytes of all rows, for which a kernel's own stores are considered
 FEW_SUMS = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
+MOST_PUT = 1 << 26  # bytes that are put into a rank's memory by one call, for which "put" is considered
+PROGRAMS = 64  # of its kernels; each counts its calls
 SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
 ALIGNMENT = 256  # bytes, of each buffer
 WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
@@ -135,8 +138,8 @@ def sent(op: str, way: Way, M: int, N: int, K: int, itemsize: int, ways: int, ra
             others = sum(tiles_of_rows(M, N, block, ways, peer) for peer in range(ways) if peer != rank)
             nbytes = others * math.prod(block) * itemsize
         return (("reduce_scatter", nbytes),)
-    if way.name == "one-shot":
-        return (("all_gather", M * N * FP32 * (ways - 1)),)
+    if way.name in ("put", "one-shot"):
+        return (("all_gather", M * N * (itemsize if way.name == "put" else FP32) * (ways - 1)),)
     if way.name == "two-shot":
         tiles, each = num_tiles(M, N, block), math.prod(block) * itemsize
         mine = _size(tiles, ways, rank)
@@ -230,6 +233,28 @@ def few_rows(count: int, K: int, itemsize: int, ways: int, programs: int) -> Nee
     return {"few": 2 * up(count * K * itemsize, ALIGNMENT)}, {"counts": ways, "calls": programs}
 
 
+def put_bytes(op: str, M: int, N: int, K: int, itemsize: int, ways: int) -> int:
+    """What one call of "put" has room for in a rank's memory: all rows, or the parts that every rank puts there."""
+    if op == GATHER:
+        return up(M * K * itemsize, ALIGNMENT)
+    rows = -(-M // ways) if op == SCATTER else M
+    return ways * up(rows * N * itemsize, ALIGNMENT)
+
+
+def put_rows(count: int, K: int, itemsize: int, ways: int) -> Needs:
+    """Rows that programs put to all ranks, in two halves."""
+    return _put(put_bytes(GATHER, count, 0, K, itemsize, ways), ways)
+
+
+def put_sums(op: str, M: int, N: int, itemsize: int, ways: int) -> Needs:
+    """Parts that programs put to the ranks that want their sum, in two halves."""
+    return _put(put_bytes(op, M, N, 0, itemsize, ways), ways)
+
+
+def _put(nbytes: int, ways: int) -> Needs:
+    return {"put": 2 * nbytes}, {"arrived": ways * PROGRAMS, "epochs": PROGRAMS}
+
+
 def whole_parts(M: int, N: int, itemsize: int, ways: int) -> Needs:
     """Whole rows of sums, from every rank for the one that has most."""
     return {"parts": 2 * ways * -(-M // ways) * N * itemsize}, {"arrived": ways * MOST_CHUNKS}
@@ -248,6 +273,8 @@ def needs(product: Product, way: Way, itemsize: int, ways: int, programs: int) -
     block = _blocks(way, M, N, itemsize)
     if way.name == "plain":
         return None
+    if way.name == "put":
+        return f"{op}.put", _put(put_bytes(op, M, N, K, itemsize, ways), ways)
     if op == GATHER:
         if way.name == "push":
             return op, few_rows(M, K, itemsize, ways, programs)
@@ -306,9 +333,9 @@ def held(found: Iterable[tuple[Product, Way]], itemsize: int, ways: int, program
 
 
 WAYS = {
-    GATHER: ("chunks", "chained", "push"),  # "persistent" holds what "chunks" does
-    SCATTER: ("chunks", "tiles", "push"),  # "chained" and "persistent" likewise
-    REDUCE: ("one-shot", "two-shot"),
+    GATHER: ("chunks", "chained", "push", "put"),  # "persistent" holds what "chunks" does
+    SCATTER: ("chunks", "tiles", "push", "put"),  # "chained" and "persistent" likewise
+    REDUCE: ("one-shot", "two-shot", "put"),
 }
 
 
@@ -318,11 +345,13 @@ def roomiest(product: Product, itemsize: int, ways: int, programs: int) -> Way:
     def room(name: str) -> int:
         return held([(product, Way(name))], itemsize, ways, programs)
 
-    return Way(max((name for name in WAYS[product.op] if not _is_many(product, name, itemsize)), key=room))
+    return Way(max((name for name in WAYS[product.op] if not _is_many(product, name, itemsize, ways)), key=room))
 
 
-def _is_many(product: Product, name: str, itemsize: int) -> bool:
+def _is_many(product: Product, name: str, itemsize: int, ways: int) -> bool:
     """Whether a way that sends all at once has too much for that."""
+    if name == "put":
+        return put_bytes(product.op, product.M, product.N, product.K, itemsize, ways) > MOST_PUT
     if product.op == GATHER:
         return name == "push" and product.M * product.K * itemsize > FEW_ROWS
     return name in ("push", "one-shot") and product.M * product.N * FP32 > FEW_SUMS
