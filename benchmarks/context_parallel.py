@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interlace.collectives import Boxes, Group, Meter, between_all, make_groups, reach
 from interlace.collectives.handle import between, now
-from interlace.kernels.measure import SLACK, stand_still
+from interlace.kernels.measure import SLACK, begin_together
 from interlace.mesh import Mesh
 from interlace.models.attention import AttentionCore, Pattern, attention
 from interlace.models.layers import Context
@@ -116,7 +116,7 @@ def timed(runs: dict[str, Run], group: Group, rounds: int) -> dict[str, tuple[fl
             dist.barrier()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-                stand_still(ahead[name], device)
+                begin_together(ahead[name], device, group.process_group)
             began, clock = now(device), time.perf_counter()
             run()
             enqueued = time.perf_counter() - clock

@@ -271,7 +271,7 @@ class Bench:
     def timed(self, run: Callable[[Callable[[], None]], Any], inner: int) -> list[float]:
         """Microseconds of each part, the mean of `inner` runs, on the slowest rank; the device begins when the host, by
         what it took before, is done with handing them out."""
-        from interlace.kernels.measure import stand_still
+        from interlace.kernels.measure import begin_together
 
         torch, marks = self.torch, []
 
@@ -283,7 +283,7 @@ class Bench:
                 marks.append(time.perf_counter())
 
         torch.distributed.barrier()
-        stand_still(1.5 * self.hosts.get(run, 0.0) * inner, self.device)
+        begin_together(1.5 * self.hosts.get(run, 0.0) * inner, self.device, torch.distributed.group.WORLD)
         began = time.perf_counter()
         for _ in range(inner):
             run(mark)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import interlace.kernels.gather_matmul as module
 from interlace.collectives import Group, Meter, make_groups
 from interlace.errors import ConfigError, Hang
 from interlace.kernels import workspace
@@ -127,8 +128,19 @@ def counted_in_memory(world: World, names: list[str]) -> None:
     assert not before.fabric.arenas
 
 
-def gradients(world: World, pairs: list[tuple[str, str]]) -> int:
-    """`gather_matmul` and its gradients by fused candidates against plain products, kept rows or gathered again."""
+def joined(world: World, pairs: list[tuple[str, str]]) -> int:
+    """The same with weights that are multiplied as one; some of them have no bias."""
+    with mock.patch.object(module, "joins", mock.Mock(return_value=True)) as asked:
+        done = gradients(world, pairs, with_bias=1)
+        assert asked.call_count >= 2 * len(pairs)
+    return done
+
+
+def gradients(world: World, pairs: list[tuple[str, str]], with_bias: int = 2) -> int:
+    """`gather_matmul` and its gradients by fused candidates against plain products, kept rows or gathered again.
+
+    with_bias: how many of the weights have one.
+    """
     group, done = group_of(world), 0
     count, D = 7, 10
     start, stop = split(count, world.size, world.rank)
@@ -137,22 +149,27 @@ def gradients(world: World, pairs: list[tuple[str, str]]) -> int:
             x = rows_of(count, D, 3, torch.float32).requires_grad_()
             whole = [rows_of(n, D, n, torch.float32).requires_grad_() for n in sizes]
             biases = [rows_of(1, n, 20 + n, torch.float32)[0].requires_grad_() for n in sizes]
+            biases = [each if number < with_bias else None for number, each in enumerate(biases)]
             targets = [rows_of(count, n, 30 + n, torch.float32) for n in sizes]
             sum((F.linear(x, w, b) * t).sum() for w, b, t in zip(whole, biases, targets, strict=True)).backward()
             places = [split(n, world.size, world.rank) for n in sizes]
             part = x.detach()[start:stop].clone().requires_grad_()
             w = [each.detach()[a:b].clone().requires_grad_() for each, (a, b) in zip(whole, places, strict=True)]
-            bias = [each.detach()[a:b].clone().requires_grad_() for each, (a, b) in zip(biases, places, strict=True)]
+            bias = [
+                None if each is None else each.detach()[a:b].clone().requires_grad_()
+                for each, (a, b) in zip(biases, places, strict=True)
+            ]
             with forced(forward, Options(SMALL)), forced(backward, Options(SMALL)):
                 made = gather_matmul(part, w, bias, group, count, keep=keep, columns=sum(sizes))
                 for y, each, b, (first, last) in zip(made, whole, biases, places, strict=True):
-                    close(y, F.linear(x, each, b)[:, first:last], f"{forward} {sizes}")
+                    close(y.detach(), F.linear(x, each, b)[:, first:last], f"{forward} {sizes}")
                 pieces = zip(made, targets, places, strict=True)
                 sum((y * t[:, first:last]).sum() for y, t, (first, last) in pieces).backward()
             close(part.grad, x.grad[start:stop], f"{forward} {backward} {sizes} {keep} gradient of x")
             for mine, theirs in ((w, whole), (bias, biases)):
                 for each, all_of_it, (first, last) in zip(mine, theirs, places, strict=True):
-                    close(each.grad, all_of_it.grad[first:last], f"{forward} {sizes} {keep} parameters")
+                    if each is not None:
+                        close(each.grad, all_of_it.grad[first:last], f"{forward} {sizes} {keep} parameters")
             with torch.no_grad(), forced(forward, Options(SMALL)):
                 again = gather_matmul(part, w, bias, group, count, columns=sum(sizes))
             assert all(map(torch.equal, again, made))

@@ -37,6 +37,11 @@ def test_gradients(run_ranks: Callable[..., list[Any]]) -> None:
     assert run_ranks(f"{RANKS}:gradients", 3, {"pairs": pairs}, timeout=110.0) == [12] * 3
 
 
+def test_weights_that_are_multiplied_as_one(run_ranks: Callable[..., list[Any]]) -> None:
+    pairs = [["chunks", "chunks"], ["persistent", "tiles"]]
+    assert run_ranks(f"{RANKS}:joined", 2, {"pairs": pairs}, timeout=110.0) == [6] * 2
+
+
 def test_a_rank_that_does_not_come_is_named(run_ranks: Callable[..., list[Any]]) -> None:
     first, second = run_ranks(f"{RANKS}:late", 2, {"name": "persistent"}, timeout=110.0)
     assert "in gather_matmul, program 0, for all_gather_matmul.arrived[16] to reach 2, found 1: rank 1 has not" in first

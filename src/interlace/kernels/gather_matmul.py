@@ -29,8 +29,9 @@ from torch.autograd.function import once_differentiable
 from interlace.collectives import Group, Handle
 from interlace.collectives.autograd import start_gather, start_reduce, start_scatter
 from interlace.collectives.operator import Operator, entry
-from interlace.kernels.candidate import Problem, pays_to_cut, pick, refuse_misfits
+from interlace.kernels.candidate import CALM, Problem, pays_to_cut, pick, refuse_misfits
 from interlace.layout import split
+from interlace.plan.overlap import joins
 
 
 def gather_matmul(
@@ -178,10 +179,17 @@ def _gradients(
     if not is_whole and any(wants):
         assert count is not None
         whole = start_gather(x_rows, group, count, "gather again")
-    arriving = _gradient(group, flat, weights, count, policy, columns) if wants_x else None
+    together, factors = flat, weights
+    if _joins(weights, group, count, policy, columns):
+        together, factors = [torch.cat(list(flat), 1)], [torch.cat(list(weights))]
+    arriving = _gradient(group, together, factors, count, policy, columns) if wants_x else None
     if arriving is not None and policy == "off":
         arriving.wait()
-    made = [grad.t() @ whole.wait() for grad, wanted in zip(flat, wants, strict=True) if wanted]
+    if together is not flat and all(wants):
+        widths = [len(weight) for weight in weights]
+        made = [part.clone() for part in (together[0].t() @ whole.wait()).split(widths)]
+    else:
+        made = [grad.t() @ whole.wait() for grad, wanted in zip(flat, wants, strict=True) if wanted]
     made += [grad.sum(0) for grad, wanted in zip(flat, wants_bias, strict=True) if wanted]
     return made if arriving is None else [arriving.wait(), *made]
 
@@ -256,7 +264,15 @@ def _beside(
     fused = pick(Problem("all_gather_matmul", count, N, D, x.dtype, group.size, has_bias), group, policy)
     if fused is not None:
         x_ND = x.new_empty(count, D) if keeps else None
-        fused(x_nD, weights, biases, group, count, made, x_ND)
+        if _joins(weights, group, count, policy, columns):
+            widths = [len(weight) for weight in weights]
+            joined = x.new_empty(count, sum(widths))
+            bias = torch.cat([_or_zeros(*pair) for pair in pairs]) if has_bias else None
+            fused(x_nD, [torch.cat(list(weights))], [bias], group, count, [joined], x_ND)
+            for y, part in zip(made, joined.split(widths, 1), strict=True):
+                y.copy_(part)
+        else:
+            fused(x_nD, weights, biases, group, count, made, x_ND)
         return x_nD if x_ND is None else x_ND, made
     if not pays_to_cut(2.0 * x_nD.numel() * sum(len(weight) for weight in weights), x.device):
         x_ND = start_gather(x, group.in_order(), count, "gather for matmul").wait()
@@ -269,6 +285,16 @@ def _beside(
     for first, last in ((0, start), (stop, count)):
         fill(x_ND[first:last], weights, biases, made, first, last)
     return x_ND if keeps else x_nD, made
+
+
+def _joins(weights: Sequence[Tensor], group: Group, count: int | None, policy: str, columns: int) -> bool:
+    """The same on every rank, whose weights may differ in width."""
+    several = len(weights) > 1 and group.size > 1 and count is not None and policy not in CALM
+    return several and count is not None and joins(count, -(-columns // group.size))
+
+
+def _or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:
+    return weight.new_zeros(len(weight)) if bias is None else bias
 
 
 def fill(

@@ -26,6 +26,7 @@ from interlace.streams import On, current
 IN_GRAPH = 8  # calls in one
 SAMPLE = 4e-4  # seconds that one sample lasts, or one call if that takes longer
 SLACK = 50e-6  # seconds that the device waits for the host beside what the host took before
+MEETING = 300e-6  # that it waits beside, while the host hands out what lets ranks begin together
 LONGEST = 20e-3  # that it waits
 CLOCK = 2e9  # cycles/s of the multiprocessors, about; it scales how long the device waits, and nothing that is measured
 
@@ -206,9 +207,7 @@ def sample(call: Call, times: int, group: Group, ahead: float = 0.0) -> Sample:
         took = (time.perf_counter() - began) / times
         return Sample(took, took)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if group.process_group is not None:  # the stream of every rank waits for the others; the host hands out meanwhile
-        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
-    stand_still(ahead, device)
+    begin_together(ahead, device, group.process_group)
     begin.record()
     began = time.perf_counter()
     for _ in range(times):
@@ -223,6 +222,13 @@ def stand_still(seconds: float, device: torch.device) -> None:
     """What the current stream is given next begins about so much later; nothing on a CPU."""
     if device.type == "cuda" and seconds > 0:
         torch.cuda._sleep(int(min(seconds, LONGEST) * CLOCK))
+
+
+def begin_together(seconds: float, device: torch.device, process_group: dist.ProcessGroup | None) -> None:
+    """The same, at one moment on all ranks of a GPU each: how long a device stands still is its own clock's matter."""
+    stand_still(seconds + (0.0 if process_group is None else MEETING), device)
+    if device.type == "cuda" and process_group is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
 
 
 def interleaved(

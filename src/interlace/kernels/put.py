@@ -33,7 +33,7 @@ from interlace.plan import overlap
 from interlace.plan.overlap import MOST_PUT, PROGRAMS
 from interlace.symmetric.device import my_rank, next_epoch, put, signal, wait_until, world
 
-BLOCK = 4096  # elements that a program moves at a time
+BLOCK = 8192  # elements that a program moves at a time
 WARPS = 8
 NO_OPTIONS = Options()
 _PROGRAMS: tl.constexpr = tl.constexpr(PROGRAMS)

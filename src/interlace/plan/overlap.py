@@ -36,7 +36,8 @@ FP32 = 4
 FEW_ROWS = 1 << 24  # bytes of all rows, for which a kernel's own stores are considered
 FEW_SUMS = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
 MOST_PUT = 1 << 26  # bytes that are put into a rank's memory by one call, for which "put" is considered
-PROGRAMS = 64  # of its kernels; each counts its calls
+JOINED_ROWS, JOINED_COLUMNS = 4096, 2560  # from and up to which `joins`
+PROGRAMS = 128  # of its kernels; each counts its calls
 SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
 ALIGNMENT = 256  # bytes, of each buffer
 WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
@@ -97,8 +98,9 @@ def products(cfg: ModelConfig, plan: ParallelPlan, rows: int, held: Collection[s
     for inner in exits if splits else ():
         found[Product(GATHER, rows, -(-inner // plan.tp), D)] += 1  # of the gradient
     for columns, weights, _ in entrances if splits else ():
-        if weights == 1:  # the gradients of several are added up before they travel
-            found[Product(SCATTER, rows, D, -(-columns // plan.tp))] += 1
+        inner = -(-columns // plan.tp)
+        if weights == 1 or joins(rows, inner):  # else the gradients of several are added up before they travel
+            found[Product(SCATTER, rows, D, inner)] += 1
     return found
 
 
@@ -120,6 +122,15 @@ def _seams(cfg: ModelConfig, held: frozenset[str]) -> tuple[tuple[tuple[int, int
         tuple((sum(n for n, _ in group), len(group), any(bias for _, bias in group)) for group in entrances.values()),
         tuple(exits),
     )
+
+
+def joins(M: int, N: int) -> bool:
+    """Whether several weights that read the same M rows, N columns together, are multiplied as one.
+
+    It costs copies of the weights and of the results, and spares products of a few columns, each in as many pieces as
+    rows arrive in, and a transfer of gradients that nothing hides.
+    """
+    return M >= JOINED_ROWS and N <= JOINED_COLUMNS
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------
