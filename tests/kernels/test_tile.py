@@ -109,7 +109,7 @@ def test_pieces_are_loaded_in_stages_and_told_of_when_they_lie_there(
     assert any("wait_group" in step for step in within)  # one step's products are under way while the next loads begin
     assert within.count("tensor.2d.shared::cluster") == 2
     assert "bar.sync" in steps[last_store:]  # before the one thread that counts
-    assert "ld.global.cg.v4.b32" in after[after.index("atom.global.gpu.acq_rel.add") :]
+    assert "cp.async.cg.shared.global" in after[after.index("atom.global.gpu.acq_rel.add") :]
 
 
 @pytest.mark.gpu

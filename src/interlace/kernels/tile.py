@@ -208,7 +208,7 @@ def join(
     """Adds up the `pieces` of a tile that lie from place `first` on, JOIN rows at a time; rounds and stores them."""
     for below in tl.range(0, BM, JOIN):
         total = tl.zeros([JOIN, BN], tl.float32)
-        for piece in tl.range(pieces):
+        for piece in tl.range(pieces, num_stages=3):
             total += tl.load(_sum_at(sums, first + piece, below, JOIN, BM, BN), cache_modifier=".cg")
         if BIAS:
             total += load_bias(bias, column, N, BN)
@@ -395,5 +395,5 @@ def matmul(
 
 
 def joined(tile: Tile) -> int:
-    """JOIN of the kernel: as many rows as are 64 numbers a thread, a load of which is in flight at a time."""
-    return max(1, min(tile.block_m, tile.warps * 32 * 64 // tile.block_n))
+    """JOIN of the kernel: rows of 64 numbers a thread and 64 KiB at most, of which three loads are under way."""
+    return max(1, min(tile.block_m, min(tile.warps * 32 * 64, 1 << 14) // tile.block_n))
