@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -40,7 +40,8 @@ def launch(split: int) -> Callable[[SymmetricHeap], Callable[[], None]]:
 
 
 @pytest.fixture(autouse=True)
-def seven_places() -> object:
+def seven_places() -> Iterator[None]:
+    tile._counters.cache_clear()
     with mock.patch.object(tile, "programs", lambda device, tiles: min(7, tiles)):
         yield
 
