@@ -233,7 +233,7 @@ def core_in_pieces(world: World) -> int:
     for places, pieces in ((2, 3), (3, 2), (4, 0), (5, 3), (7, 0), (7, 5), (40, 0), (40, 2)):
         with (
             mock.patch.object(tiles_of, "programs", lambda device, tiles, places=places: min(places, tiles)),
-            mock.patch.object(tiles_of, "joined", lambda tile: 8),
+            mock.patch.object(tiles_of, "joined", return_value=8),
         ):
             for dtype in LOOSE:
                 for number, (M, N, K) in enumerate(shapes):

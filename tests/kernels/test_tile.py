@@ -59,6 +59,7 @@ def test_which_cuts_are_worth_a_try() -> None:
     assert splits(tile, 2048, 4608, 12288, 132, 2) == [5, 0]  # 24 tiles in the third round: a fifth of them each
     assert splits(tile, 2048, 4096, 12288, 132) == []  # 256 tiles, 8 places empty in the second round
     assert splits(tile, 1024, 1280, 8192, 132, 1) == [3]  # 40 tiles in all
+    assert splits(tile, 4096, 6400, 5120, 132) == [6, 9, 4]  # 8 tiles: between neighbours there is little to choose
     assert splits(tile, 128, 256, 64, 132) == []
     assert len(splits(tile, 2048, 7168, 8192, 132)) == 3
 

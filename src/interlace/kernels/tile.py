@@ -320,7 +320,7 @@ def cut(tiles: int, places: int, steps: int, split: int) -> tuple[int, int]:
 
 
 def splits(tile: Tile, M: int, N: int, K: int, places: int, most: int = 3) -> list[int]:
-    """Values of `Tile.split` that may save 1 % of a product's time, the most promising first.
+    """Values of `Tile.split` that may save 1 % of a product's time, the most promising first, none like another.
 
     Lengths are counted in columns of K.  Laying a piece down takes as long as PIECE of them, and adding one up too: L2
     passes 64 bytes a cycle to a multiprocessor, whose tensor cores make 2048 products a cycle of 16-bit numbers.
@@ -337,7 +337,11 @@ def splits(tile: Tile, M: int, N: int, K: int, places: int, most: int = 3) -> li
         return full * K + rounds * (K * rest / shares + (1 + within) * PIECE) + pieces * PIECE
 
     worth = [split for split in (0, *range(2, MOST_PIECES + 1)) if length(split) < 0.99 * length(1)]
-    return sorted(worth, key=length)[:most]
+    found: list[int] = []
+    for split in sorted(worth, key=length):
+        if all(2 * max(split, other) >= 3 * min(split, other) for other in found):
+            found.append(split)
+    return found[:most]
 
 
 @cache
