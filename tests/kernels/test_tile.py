@@ -191,11 +191,12 @@ def test_pieces_give_the_same_bits_in_any_order_and_in_graphs(split: int) -> Non
 def test_the_benchmark_checks_times_and_keeps_rows_of_earlier_calls(tmp_path: Path) -> None:
     out = tmp_path / "core.md"
     out.write_text("| 33 x 16 x 40 | old |\n| 1 x 2 x 3 | kept |\n\n- `an earlier call`\n")
-    command = [sys.executable, str(BENCHMARK), "--smoke", "--rounds", "1", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARK), "--smoke", "--search", "--rounds", "1", "--out", str(out)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "WRONG" not in done.stdout
+    assert len(re.findall(r"^    whole .* us \(16 .* 1\), .* cut .* us \(16 .* 2\), ", done.stdout, re.MULTILINE)) == 2
     text = out.read_text()
     assert text.count("| 33 x 16 x 40 |") == text.count("| 5 x 18 x 24 |") == 1
     assert "| 1 x 2 x 3 | kept |" in text
