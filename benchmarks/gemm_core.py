@@ -1,16 +1,20 @@
 """The Triton product of the fused kernels beside cuBLAS, on one GPU: no ranks, no transfers.
 
-    python benchmarks/gemm_core.py --out FILE.md [--rows A:B] [--rounds 7] [--budget SECONDS] [--search] [--list]
+    python benchmarks/gemm_core.py --out FILE.md [--rows A:B | --only MxNxK,...] [--rounds 7] [--budget SECONDS]
+                                   [--search] [--list]
 
 Rows: M of the whole batch by the products of a layer of five models on one rank of tp=2 and tp=8, bf16 on random data;
-`--rows A:B` takes some of them by number, `--list` prints them all.  Each is first compared with the product in fp32
-(one rounding, or twice as far as cuBLAS is), then timed: cuBLAS and the product in turn, `--rounds` times, each time
-so many calls that the GPU works for some milliseconds, handed out before it begins; medians, and the range of the ratio
-over the rounds.  Factors alternate between copies that together outgrow the L2 cache.  Weights are [N K], as in layers.
+`--rows A:B` takes some of them by number, `--only` by shape, `--list` prints them all.  Each is first compared with the
+product in fp32 (one rounding, or twice as far as cuBLAS is), then timed: cuBLAS and the product in turn, `--rounds`
+times, each time so many calls that the GPU works for some milliseconds, handed out before it begins; medians, and the
+range of the ratio over the rounds.  Factors alternate between copies that together outgrow the L2 cache.  Weights are
+[N K], as in layers.
 
-`--search` times a short list of tiles instead of the default one and names the quickest; the list of winners by shape
-class is what `default_tile` and the tuned tables start from.  FILE.md keeps one line a row: later calls replace the
-rows that they measure and leave the others.  `--budget` ends after so many seconds and says which rows are left.
+`--search` times a short list of tiles instead of the default one, and some of them with their last round cut along K
+where that may pay (`Tile.split`); it names the quickest of all, and the quickest with and without a cut.  The list of
+winners by shape class is what `default_tile` and the tuned tables start from.  FILE.md keeps one line a row: later
+calls replace the rows that they measure and leave the others.  `--budget` ends after so many seconds and says which
+rows are left.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +34,8 @@ import triton
 
 from interlace.kernels.candidate import Problem, Tile
 from interlace.kernels.measure import stand_still
-from interlace.kernels.tile import default_tile, is_interpreted, matmul
+from interlace.kernels.tile import MOST as ALL
+from interlace.kernels.tile import default_tile, is_interpreted, matmul, programs, splits
 
 M_ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 BUSY = 4e-3  # seconds that one timing lasts, where MOST calls do
@@ -57,6 +62,7 @@ SMALL = (
     Tile(128, 64, 64, 8, 4, 5, True),
     Tile(128, 128, 64, 8, 8, 5, True),
 )
+CUT = (LARGE[0], LARGE[1], LARGE[5])  # of the large ones, whose last round is also tried in pieces
 
 
 @dataclass(frozen=True)
@@ -168,8 +174,19 @@ def seconds(call: Callable[[], object], times: int, device: torch.device) -> flo
     return begin.elapsed_time(end) / 1e3 / times
 
 
-def measure(row: Row, tiles: list[Tile], rounds: int, device: torch.device) -> tuple[Tile, str] | str:
-    """The quickest tile and the line of the table; or why there is none."""
+def searched(row: Row, default: Tile, places: int) -> list[Tile]:
+    """The tiles of a search: whole ones, then those whose last round is cut along K."""
+    whole, in_pieces, most = (LARGE, CUT, 2) if row.M > 256 else (SMALL, SMALL, 1)
+    more = [replace(t, split=split) for t in in_pieces for split in splits(t, row.M, row.N, row.K, places, most)]
+    return list(dict.fromkeys([default, *whole, *more]))
+
+
+def shown(tile: Tile) -> str:
+    return " ".join(str(int(value)) for value in astuple(tile))
+
+
+def measure(row: Row, tiles: list[Tile], rounds: int, device: torch.device) -> tuple[Tile, str, str] | str:
+    """The quickest tile, the line of the table, and the quickest with and without a cut; or why there is none."""
     factors = Factors.of(row, device)
     calls: dict[Tile | None, Callable[[], object]] = {}
 
@@ -205,16 +222,26 @@ def measure(row: Row, tiles: list[Tile], rounds: int, device: torch.device) -> t
     for _ in range(rounds):
         for tile, call in calls.items():
             taken[tile].append(seconds(call, times, device))
-    best = min((tile for tile in calls if tile is not None), key=lambda tile: statistics.median(taken[tile]))
+    medians = {tile: statistics.median(taken[tile]) for tile in calls if tile is not None}
+    best = min(medians, key=medians.__getitem__)
+    kinds = {
+        "whole": [tile for tile in medians if tile.split == 1],
+        "cut": [tile for tile in medians if tile.split != 1],
+    }
+    firsts = {kind: min(some, key=medians.__getitem__) for kind, some in kinds.items() if some}
+    apart = ", ".join(
+        f"{kind} {medians[tile] * 1e6:.1f} us ({shown(tile)}), "
+        f"{statistics.median(a / b for a, b in zip(taken[None], taken[tile], strict=True)):.3f} of cuBLAS"
+        for kind, tile in firsts.items()
+    )
     ratios = [a / b for a, b in zip(taken[None], taken[best], strict=True)]
-    cublas, ours = statistics.median(taken[None]), statistics.median(taken[best])
+    cublas, ours = statistics.median(taken[None]), medians[best]
     rate = 2.0 * row.M * row.N * row.K / ours / 1e12
-    shown = " ".join(str(int(value)) for value in astuple(best))
     line = (
         f"| {row.key} | {cublas * 1e6:.1f} | {ours * 1e6:.1f} | {statistics.median(ratios):.3f} | "
-        f"{min(ratios):.3f} to {max(ratios):.3f} | {rate:.0f} | {shown} | {row.names} |"
+        f"{min(ratios):.3f} to {max(ratios):.3f} | {rate:.0f} | {shown(best)} | {row.names} |"
     )
-    return best, line + (f" {'; '.join(refused)}" if refused else "")
+    return best, line + (f" {'; '.join(refused)}" if refused else ""), apart
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -238,12 +265,8 @@ def merge(path: Path, lines: dict[str, str], command: str, device: torch.device)
     path.write_text(
         f"# The Triton product beside cuBLAS, {name}\n\nbf16, weights [N K], random data.  Ratio: cuBLAS time over the "
         "product's, median and range of the rounds; above 1 the product is quicker.  Tile: block M, N, K, group, "
-        "warps, stages, flatten, parts.\n\n"
-        + HEAD
-        + "\n".join(kept[key] for key in order)
-        + "\n\n"
-        + "\n".join(runs)
-        + "\n"
+        "warps, stages, flatten, parts, and pieces along K of each tile of the last round (0: as many in all as there "
+        "are multiprocessors).\n\n" + HEAD + "\n".join(kept[key] for key in order) + "\n\n" + "\n".join(runs) + "\n"
     )
 
 
@@ -264,6 +287,7 @@ def winners(best: dict[Row, Tile]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=":")
+    parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=1e9)
     parser.add_argument("--search", action="store_true")
@@ -280,6 +304,11 @@ def main() -> None:
     assert device.type == "cuda" or is_interpreted(), "no GPU: set TRITON_INTERPRET=1, and --smoke"
     first, _, last = given.rows.partition(":")
     chosen = list(enumerate(every))[int(first or 0) : int(last) if last else len(every)]
+    if given.only:
+        wanted = {key.replace("x", " x ") for key in given.only.replace(" ", "").split(",")}
+        chosen = [(number, row) for number, row in enumerate(every) if row.key in wanted]
+        assert len(chosen) == len(wanted), f"no such rows: {wanted - {row.key for _, row in chosen}}; see --list"
+    places = programs(device, ALL)
     lines: dict[str, str] = {}
     best: dict[Row, Tile] = {}
     began, left = time.monotonic(), []
@@ -289,21 +318,24 @@ def main() -> None:
             continue
         tiles = [default_tile(Problem("matmul", row.M, row.N, row.K, torch.bfloat16, 1))]
         if given.smoke:
-            tiles = [Tile(16, 16, 16, 2, 4, 2)]
+            tiles = [Tile(16, 16, 16, 2, 4, 2), Tile(16, 16, 16, 2, 4, 2, split=2)]
         elif given.search:
-            tiles = list(dict.fromkeys([*tiles, *(LARGE if row.M > 256 else SMALL)]))
+            tiles = searched(row, tiles[0], places)
         found = measure(row, tiles, given.rounds, device)
         if isinstance(found, str):
             print(f"{number} {row.key} WRONG: {found}", flush=True)
             continue
-        best[row], lines[row.key] = found
+        best[row], lines[row.key], apart = found
         print(number, lines[row.key], flush=True)
+        if given.search:
+            print(f"    {apart}", flush=True)
     if given.search:
         print(winners(best))
     if left:
         print(f"left: rows {left[0]}:{left[-1] + 1}")
     if given.out is not None:
-        words = f"--rows {given.rows} --rounds {given.rounds}" + (" --search" if given.search else "")
+        words = (f"--only {given.only}" if given.only else f"--rows {given.rows}") + f" --rounds {given.rounds}"
+        words += " --search" if given.search else ""
         merge(given.out, lines, f"benchmarks/gemm_core.py {words}", device)
 
 

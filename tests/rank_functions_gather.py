@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from torch import Tensor
 import interlace.kernels.gather_matmul as module
 from interlace.collectives import Group, Meter, make_groups
 from interlace.errors import ConfigError, Hang
+from interlace.kernels import tile as tiles_of
 from interlace.kernels import workspace
 from interlace.kernels.all_gather_matmul import OP
 from interlace.kernels.candidate import Candidate, Options, Tile, candidates, forced
@@ -237,6 +239,31 @@ def core(world: World) -> int:
                     expected = F.linear(x.float(), w.float(), None if bias is None else bias.float())
                     apart = (found.float() - expected).abs().max().item()
                     assert apart <= LOOSE[dtype] * expected.abs().max().item(), (dtype, M, N, K, turned, tile)
+                    done += 1
+    return done
+
+
+def core_in_pieces(world: World) -> int:
+    """The last round cut along K: as with whole tiles, to the same bits twice, and all counters zero again."""
+    done, base = 0, Tile(16, 16, 16, 2, 4, 2)
+    shapes = ((33, 40, 80), (5, 7, 200), (50, 36, 23), (1, 1, 1), (16, 130, 33), (48, 48, 0))
+    for places, pieces in ((2, 3), (3, 2), (4, 0), (5, 3), (7, 0), (7, 5), (40, 0), (40, 2)):
+        with (
+            mock.patch.object(tiles_of, "programs", lambda device, tiles, places=places: min(places, tiles)),
+            mock.patch.object(tiles_of, "joined", return_value=8),
+        ):
+            for dtype in LOOSE:
+                for number, (M, N, K) in enumerate(shapes):
+                    tile = replace(base, split=pieces, block_m=32 if number == 0 else 16)
+                    x, w = rows_of(M, K, 1, dtype), rows_of(N, K, 2, dtype)
+                    x, w = (x.t().contiguous().t(), w) if number % 2 else (x, w.t().contiguous().t())
+                    bias = rows_of(1, N, 3, dtype)[0] if number != 1 else None
+                    found, again = (matmul(x, w, bias, torch.full((M, N), torch.nan, dtype=dtype), tile) for _ in "ab")
+                    assert torch.equal(found, again), (places, pieces, dtype, M, N, K)
+                    expected = F.linear(x.float(), w.float(), None if bias is None else bias.float())
+                    apart = (found.float() - expected).abs().max().item()
+                    assert apart <= LOOSE[dtype] * expected.abs().max().item(), (places, pieces, dtype, M, N, K, apart)
+                    assert not tiles_of.counters(x.device, places).any(), (places, pieces, M, N, K)
                     done += 1
     return done
 

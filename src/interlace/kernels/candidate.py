@@ -41,6 +41,9 @@ class Tile:
     group: block rows that are taken together, so that their columns of the other factor are read once from memory.
     warps, stages: of Triton.  flatten: the loops over tiles and over K as one, so that the next tile's loads begin
     under the last one's stores.  parts: pieces in which a finished tile is stored; more need less shared memory.
+    split: pieces along K of each tile of the last round, where that has fewer tiles than the GPU has multiprocessors;
+    0: as many pieces as multiprocessors in all, of equal length.  Of `tile.matmul` alone, other kernels do not look at
+    it.
     """
 
     block_m: int = 128
@@ -51,6 +54,7 @@ class Tile:
     stages: int = 3
     flatten: bool = True
     parts: int = 1
+    split: int = 1
 
 
 @dataclass(frozen=True)
