@@ -28,7 +28,7 @@ from torch import Tensor
 from interlace.collectives import Group
 from interlace.errors import ConfigError, nearest
 from interlace.layout import split
-from interlace.plan.overlap import PLAIN, Chooser, Product, Way
+from interlace.plan.overlap import PLAIN, WHOLE_ROWS, Chooser, Product, Way
 
 CUT = 2.0**38  # FLOPs of a GPU's product, from which on cutting it pays for running it beside the library's transfer
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -204,9 +204,10 @@ def choose(problem: Problem, device: torch.device, policy: str = "auto") -> Cand
     return known["plain"]
 
 
-def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | None:
+def pick(problem: Problem, group: Group, policy: str = "auto", terms: int = 1) -> Candidate | None:
     """`choose` for a group; None for "plain", as it is for a group of one and where memory of peers is out of reach.
 
+    terms: products that the problem is the sum of; several are plain but for candidates that move whole rows.
     Collective at its first call for a group that does not take "plain".  On a CPU nothing but an explicit choice, which
     loads Triton, is other than plain.
     """
@@ -214,7 +215,7 @@ def pick(problem: Problem, group: Group, policy: str = "auto") -> Candidate | No
     if group.size == 1 or (not asked and "triton" not in sys.modules) or (policy in CALM and not _FORCED):
         return None
     chosen = choose(problem, group.device, policy)
-    if chosen.name == "plain":
+    if chosen.name == "plain" or (terms > 1 and chosen.name not in WHOLE_ROWS):
         return None
     from interlace.kernels import workspace  # needs Triton
 
@@ -242,7 +243,7 @@ def ways(group: Group, dtype: torch.dtype, policy: str) -> Chooser:
 
     def way(product: Product, ranks: int) -> Way:
         assert ranks == group.size
-        chosen = pick(problem_of(product, dtype, ranks), group, policy)
+        chosen = pick(problem_of(product, dtype, ranks), group, policy, product.terms)
         return PLAIN if chosen is None else way_of(chosen.name, chosen.options)
 
     return way

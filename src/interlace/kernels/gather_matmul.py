@@ -229,15 +229,21 @@ def _gradient(
     group: Group, flat: Sequence[Tensor], weights: Sequence[Tensor], count: int | None, policy: str, columns: int
 ) -> Handle[Tensor]:
     """The gradient of x, on its way."""
-    if count is not None and policy != "off" and len(flat) == 1:
+    if count is not None and policy != "off":
         K = weights[0].shape[1]
         inner = -(-columns // group.size)
         problem = Problem("matmul_reduce_scatter", count, K, inner, flat[0].dtype, group.size)
-        fused = pick(problem, group, policy)
+        fused = pick(problem, group, policy, len(flat))
         if fused is not None:
             start, stop = split(count, group.size, group.rank)
             dx_nD = flat[0].new_empty(stop - start, K)
-            fused(flat[0], weights[0].t(), None, group, dx_nD)
+            if len(flat) == 1:
+                fused(flat[0], weights[0].t(), None, group, dx_nD)
+            else:
+                from interlace.kernels.scatter_parts import sum_of_several  # needs Triton
+
+                pairs = [(grad, weight.t()) for grad, weight in zip(flat, weights, strict=True)]
+                sum_of_several(pairs, None, group, dx_nD, fused.options.chunks)
             return Handle.done(dx_nD)
     dx_ND = flat[0] @ weights[0]
     for grad, weight in zip(flat[1:], weights[1:], strict=True):

@@ -14,6 +14,7 @@ its first tile begins, so chunks are cut between tiles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -119,11 +120,12 @@ class Parts:
     def word(self, owner: int, sender: int, chunk: int) -> Tensor:
         return self.turn.words("arrived", owner)[sender * MOST_CHUNKS + chunk]
 
-    def send(self, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor]:
-        """The others' rows, the next rank's first; a side stream takes pieces away.  Keep the result until `end`."""
-        group, heap, number, kept, turned = self.group, self.turn.space.heap, self.turn.number, [], weight_NK.t()
+    def send(self, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """The others' rows of the sum of x_MK @ weight_NK.T over the pairs, the next rank's first; a side stream takes
+        pieces away.  Keep the result until `end`."""
+        group, heap, number, kept = self.group, self.turn.space.heap, self.turn.number, list[Tensor]()
         for rows, target, word in self.route.sends:
-            made = torch.mm(x_MK[rows], turned)
+            made = _product(pairs, rows, None)
             kept.append(made)
             ready = heap.event()
             with heap.stream("scatter"):
@@ -155,14 +157,22 @@ def chunks(
     out_nN: Tensor,
     options: Options = NO_OPTIONS,
 ) -> None:
-    (M, _), N = x_MK.shape, len(weight_NK)
+    sum_of_several([(x_MK, weight_NK)], bias_N, group, out_nN, options.chunks)
+
+
+def sum_of_several(
+    pairs: Sequence[tuple[Tensor, Tensor]], bias_N: Tensor | None, group: Group, out_nN: Tensor, chunks: int | None
+) -> None:
+    """ "chunks" of the sum of x_MK @ weight_NK.T over the pairs, each added to the ones before in the type of x."""
+    (x_MK, weight_NK), *_ = pairs
+    M, N = len(x_MK), len(weight_NK)
     if M == 0 or N == 0:
         return
-    parts = Parts.begin(x_MK, N, group, options.chunks)
-    kept = parts.send(x_MK, weight_NK)
+    parts = Parts.begin(x_MK, N, group, chunks)
+    kept = parts.send(*pairs)
     here = parts.route.here
     own = here[group.rank]
-    torch.mm(x_MK[slice(*split(M, group.size, group.rank))], weight_NK.t(), out=own)
+    _product(pairs, slice(*split(M, group.size, group.rank)), own)
     parts.wait(parts.count - 1)
     target = out_nN if out_nN.is_contiguous() else torch.empty_like(own)
     sum_rows(own.view(-1), here.view(group.size, -1), group.rank, target.view(-1), bias=bias_N)
@@ -170,6 +180,14 @@ def chunks(
         out_nN.copy_(target)
     parts.end()
     del kept
+
+
+def _product(pairs: Sequence[tuple[Tensor, Tensor]], rows: slice, out: Tensor | None) -> Tensor:
+    (x_MK, weight_NK), *others = pairs
+    made = torch.mm(x_MK[rows], weight_NK.t(), out=out)
+    for x, weight in others:
+        made.addmm_(x[rows], weight.t())
+    return made
 
 
 def chained(
@@ -184,7 +202,7 @@ def chained(
     if M == 0 or N == 0:
         return
     parts = Parts.begin(x_MK, N, group, options.chunks)
-    kept = parts.send(x_MK, weight_NK)
+    kept = parts.send((x_MK, weight_NK))
     first = split(M, group.size, group.rank)[0]
     received = parts.route.here[1 - group.rank]
     for chunk, rows in enumerate(parts.chunks(group.rank)):
@@ -278,7 +296,7 @@ def persistent(
         return
     tile = own_tile(M, N, x_MK.dtype, group.size, options.tile)
     parts = Parts.begin(x_MK, N, group, options.chunks, tile.block_m)
-    kept = parts.send(x_MK, weight_NK)
+    kept = parts.send((x_MK, weight_NK))
     start, stop = split(M, group.size, group.rank)
     x_nK, turn, here = x_MK[start:stop], parts.turn, parts.route.here.view(-1, N)
     a, b = operand(x_nK, (tile.block_m, tile.block_k)), operand(weight_NK, (tile.block_n, tile.block_k))

@@ -186,6 +186,8 @@ def planned(device: str, dtype: str) -> overlap.Chooser:
         if entry is None:
             return overlap.PLAIN
         name = quickest(entry.seconds, product.op)
+        if product.terms > 1 and name not in overlap.WHOLE_ROWS:
+            return overlap.PLAIN
         return way_of(name, entry.options_of(name))
 
     return way

@@ -473,9 +473,10 @@ def _tensor(
     for product, times in overlap.products(cfg, plan, rows, names).items():
         sizes = (product.op, product.M, product.N, product.K)
         by_way = fused.predict(topology, *sizes, dtype, plan.tp)
+        known = by_way if product.terms == 1 else (overlap.PLAIN.name, *overlap.WHOLE_ROWS)
         nbytes = fused.wire_bytes(*sizes, itemsize, plan.tp)
         alone = fused.product_seconds(topology, product.M, product.N, product.K, dtype) + link.phase_seconds(nbytes)
-        better += count * times * max(0.0, alone - min(by_way.values()))
+        better += count * times * max(0.0, alone - min(by_way[name] for name in known))
     return max(0.0, plain - better)
 
 

@@ -51,13 +51,17 @@ MULTIPROCESSORS = {"cuda": 132, "cpu": 2}  # places for programs; an interpreter
 
 @dataclass(frozen=True)
 class Product:
-    """M: rows of the whole product; N: columns of a rank; K: inner size on a rank; rounded up where ranks differ."""
+    """M: rows of the whole product; N: columns of a rank; K: inner size on a rank; rounded up where ranks differ.
+
+    terms: products whose sum it is, K being their inner sizes together; a sum travels by ways that move whole rows.
+    """
 
     op: str
     M: int
     N: int
     K: int
     has_bias: bool = False
+    terms: int = 1
 
 
 @dataclass(frozen=True)
@@ -99,8 +103,7 @@ def products(cfg: ModelConfig, plan: ParallelPlan, rows: int, held: Collection[s
         found[Product(GATHER, rows, -(-inner // plan.tp), D)] += 1  # of the gradient
     for columns, weights, _ in entrances if splits else ():
         inner = -(-columns // plan.tp)
-        if weights == 1 or joins(rows, inner):  # else the gradients of several are added up before they travel
-            found[Product(SCATTER, rows, D, inner)] += 1
+        found[Product(SCATTER, rows, D, inner, terms=1 if joins(rows, inner) else weights)] += 1
     return found
 
 
@@ -343,6 +346,7 @@ def held(found: Iterable[tuple[Product, Way]], itemsize: int, ways: int, program
     return sum(arena(buffers[space], words[space]) for space in buffers)
 
 
+WHOLE_ROWS = ("chunks", "chained", "persistent")  # of SCATTER: those whose rows may be sums of several products
 WAYS = {
     GATHER: ("chunks", "chained", "push", "put"),  # "persistent" holds what "chunks" does
     SCATTER: ("chunks", "tiles", "push", "put"),  # "chained" and "persistent" likewise
@@ -356,7 +360,8 @@ def roomiest(product: Product, itemsize: int, ways: int, programs: int) -> Way:
     def room(name: str) -> int:
         return held([(product, Way(name))], itemsize, ways, programs)
 
-    return Way(max((name for name in WAYS[product.op] if not _is_many(product, name, itemsize, ways)), key=room))
+    names = WAYS[product.op] if product.terms == 1 else WHOLE_ROWS[:1]
+    return Way(max((name for name in names if not _is_many(product, name, itemsize, ways)), key=room))
 
 
 def _is_many(product: Product, name: str, itemsize: int, ways: int) -> bool:
