@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 from interlace.errors import InterlaceError
@@ -27,15 +31,23 @@ class Said(dict[str, str]):
             self[name] = f"{type(error).__name__}: {error}"
 
 
-def wrapped(zero: int, timeout: float = 60.0) -> Any:
-    """A matrix of two whole chunks, one for each of two ranks."""
+def matrix() -> nn.Linear:
+    """Of two whole chunks, one for each of two ranks."""
     torch.manual_seed(0)
-    return interlace.parallelize(nn.Linear(128, 64, bias=False), zero=zero, timeout=timeout)
+    return nn.Linear(128, 64, bias=False)
+
+
+def wrapped(zero: int, timeout: float = 60.0, gradients: str = "mean") -> Any:
+    return interlace.parallelize(matrix(), zero=zero, timeout=timeout, gradients=gradients)
+
+
+def loss_of(model: Any, rank: int) -> Tensor:
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(rank))
+    return model(x).square().mean()  # type: ignore[no-any-return]
 
 
 def one_pass(model: Any, rank: int, scale: float = 1.0) -> None:
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(rank))
-    (model(x).square().mean() * scale).backward()
+    (loss_of(model, rank) * scale).backward()
 
 
 NORMS: dict[str, Callable[[Any], Any]] = {
@@ -260,3 +272,171 @@ def moved(world: World, mesh: str, zero: int, kind: str, numbers: list[int], sou
     made = {"model": model.state_dict(), "optimizer": model.optimizer_state_dict(optimizer)}
     if world.rank == 0:
         torch.save(made, target)
+
+
+def penalty(model: Any) -> Tensor:
+    return 0.1 * sum(leaf.square().sum() for leaf in model.parameters() if leaf.requires_grad)  # type: ignore[return-value]
+
+
+def penalised(model: Any, loss: Callable[[], Tensor], order: str) -> None:
+    """A backward pass with a penalty that is computed before the loss, after it, or has a pass of its own."""
+    if order == "apart":
+        loss().backward()
+        penalty(model).backward()
+        return
+    one, two = (make() for make in ((lambda: penalty(model)), loss)[:: 1 if order == "before" else -1])
+    (one + two).backward()
+
+
+def penalties(world: World) -> dict[str, str]:
+    """Penalties on the flat weights themselves train as in one process."""
+    said = Said()
+    plain = matrix()
+
+    def compare(model: Any, *label: Any) -> None:
+        (found,) = dict(model.whole_gradients()).values()
+        assert plain.weight.grad is not None
+        assert torch.allclose(found, plain.weight.grad, atol=1e-6), label
+        plain.zero_grad()
+        model.zero_grad()
+
+    def both(model: Any, order: str) -> None:
+        penalised(plain, lambda: sum(loss_of(plain, rank) for rank in range(world.size)) * model._scale, order)
+        penalised(model, lambda: loss_of(model, world.rank), order)
+
+    for zero, gradients in itertools.product(range(4), ("mean", "sum")):
+        model = wrapped(zero, gradients=gradients)
+        for order, passes in itertools.product(("before", "after", "apart"), (1, 3)):
+            for synced in (True, False):
+                for number in range(passes):
+                    with nullcontext() if synced or number == passes - 1 else model.no_sync():
+                        both(model, order)
+                compare(model, zero, gradients, order, passes, synced)
+            with model.no_sync():  # a pass that is dropped
+                penalised(model, lambda model=model: loss_of(model, world.rank), order)  # type: ignore[misc]
+            model.zero_grad()
+            both(model, order)
+            compare(model, zero, gradients, order, "dropped")
+        (sum(loss_of(plain, rank) for rank in range(world.size)) * model._scale).backward()
+        with model.no_sync():
+            one_pass(model, world.rank)
+        torch.autograd.grad(penalty(model), model.leaves())  # adds to nothing
+        both(model, "after")
+        compare(model, zero, gradients, "looked at")
+    for zero in (0, 1, 3):
+        for name in ("zeroed", "both"):
+            model = wrapped(zero)
+            with model.no_sync():
+                (loss_of(model, world.rank) + (penalty(model) if name == "both" else 0.0)).backward()
+            model.zero_grad(set_to_none=False)
+            said.attempt(f"{name} {zero}", lambda model=model: one_pass(model, world.rank))  # type: ignore[misc]
+    said.attempt("split", _penalties_of_parts)
+    return said
+
+
+def _penalties_of_parts() -> None:
+    """Of slices, and of what ranks of the tensor axis have alike and add up; then a step before they did."""
+    plain = parts()
+    model = interlace.parallelize(parts(), "tp=2", {"up": Role.COLUMN, "down": Role.ROW})
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    for order in ("before", "after", "apart"):
+        for number in range(3):
+            with model.no_sync() if number < 2 else nullcontext():
+                for each in (plain, model):
+                    penalised(each, lambda each=each: each(x).square().mean(), order)  # type: ignore[misc]
+        found = dict(model.whole_gradients())
+        for name, parameter in plain.named_parameters():
+            assert not parameter.requires_grad or torch.allclose(found[name], parameter.grad, atol=1e-5), (order, name)
+        plain.zero_grad()
+        model.zero_grad()
+    with model.no_sync():
+        model(x).square().mean().backward()
+    torch.optim.SGD(model.parameters()).step()
+
+
+@functools.cache
+def _doubled() -> Callable[[Tensor], Tensor]:
+    """What a module calls that its user has compiled, in one graph."""
+    return torch.compile(lambda x: torch.tanh(x) * 2, backend="eager", fullgraph=True)
+
+
+class _Inside(torch.autograd.Function):
+    """Runs a block without keeping anything, and again in backward; its node is made before the block runs."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.block, ctx.x = block, x.detach().requires_grad_()
+        made: Tensor = block(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            made = ctx.block(ctx.x)
+        return None, *torch.autograd.grad(made, [ctx.x, *ctx.block.parameters()], gradient)
+
+
+class Borrowing(nn.Module):
+    """Reads the last of its blocks before that runs, after it ran, or its shape alone; on every rank, or on rank 1."""
+
+    def __init__(self, when: str, rank: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.when, self.rank = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), when, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.blocks[-1].weight
+        if self.when == "early" or (self.when == "one rank" and self.rank == 1):
+            x = x @ last
+        x = x + last.new_zeros(last.shape[0])
+        for number, block in enumerate(self.blocks):
+            if self.when == "recomputed" and number < 2:
+                x = checkpoint(block, x, use_reentrant=x.requires_grad)
+            else:
+                x = _Inside.apply(block, x, *block.parameters()) if self.when == "recomputed" else block(x)
+        x = _doubled()(x)
+        return x @ last if self.when == "late" else x
+
+
+def borrowed(world: World) -> dict[str, str]:
+    """Four steps of each, beside one process that has all rows."""
+    said = Said()
+    rows = [torch.randn(3, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+
+    def arrived(model: Any) -> None:
+        """A wait that a quick network hides."""
+        slots = [flat.slot for unit in model._early for flat in unit.flats]
+        assert all(slot is None or slot.arriving is None for slot in slots)
+
+    def train(when: str, zero: int) -> None:
+        plains = [Borrowing(when, rank) for rank in range(world.size)]
+        model = interlace.parallelize(Borrowing(when, world.rank), zero=zero)
+        model.module.register_forward_pre_hook(lambda *_: arrived(model))
+        passes = 2 if when == "twice" else 1  # of one graph
+
+        def loss(each: Any, x: Tensor) -> Tensor:
+            for _ in range(passes):
+                x = each(x)
+            return x.square().mean()
+
+        whole, own = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plains[0], model))
+        for each in plains[1:]:
+            each.blocks = plains[0].blocks
+        for step in range(4):
+            (sum(loss(p, x) for p, x in zip(plains, rows, strict=True)) / world.size).backward()  # type: ignore[union-attr]
+            with torch.no_grad():  # looks at nothing
+                model(rows[world.rank])
+            loss(model, rows[world.rank]).backward()
+            for optimizer in (whole, own):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                assert torch.allclose(value, plains[0].state_dict()[name], atol=1e-6), (when, zero, step, name)
+        if zero in (1, 2):
+            assert [unit.name for unit in model._early] == ([] if when in ("never", "twice") else ["blocks.2"])
+
+    for when, zero in itertools.product(("early", "late", "never", "recomputed"), range(4)):
+        said.attempt(f"{when} {zero}", lambda when=when, zero=zero: train(when, zero))  # type: ignore[misc]
+    for when, zero in itertools.product(("one rank", "twice"), (1, 2)):
+        said.attempt(f"{when} {zero}", lambda when=when, zero=zero: train(when, zero))  # type: ignore[misc]
+    return said

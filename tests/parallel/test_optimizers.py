@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ import rank_functions_steps as steps
 from interlace.errors import CheckpointError, ConfigError
 from interlace.launch import leave
 from interlace.parallel.optimizers import _is_elementwise
+from interlace.parallel.reads import sees_runs
+from interlace.parallel.units import find_units
 
 Run = Callable[..., list[Any]]
 PLACE = torch.device("cpu")
@@ -214,6 +217,73 @@ def test_the_modules_own_state_is_refused_where_it_is_a_copy() -> None:
     del model
     gc.collect()
     module.state_dict()
+
+
+def test_penalties_on_the_weights_themselves_are_added(run_ranks: Run) -> None:
+    """Whenever they are computed, and however many passes there are."""
+    everyone = run_ranks("rank_functions_steps:penalties", 2)
+    assert all("the optimizer's step found gradients that were not added up" in said["split"] for said in everyone)
+    for zero, said in itertools.product((0, 1, 3), everyone):
+        assert ("were written to after a backward pass inside no_sync()" in said[f"zeroed {zero}"]) is (zero > 0)
+        assert "were written to after a backward pass inside no_sync()" in said[f"both {zero}"]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_penalties_are_in_what_one_process_has_added_up() -> None:
+    """Where nothing is reduced, a step may come after a pass inside no_sync(), and gradients may be written to."""
+    module = nn.Linear(3, 2, bias=False)
+    model = interlace.parallelize(copy.deepcopy(module))
+    with model.no_sync():
+        for _ in range(3):
+            for each in (module, model):
+                penalty = sum(p.square().sum() for p in each.parameters())
+                (each(torch.ones(1, 3)).sum() + penalty).backward()
+                penalty = sum(p.square().sum() for p in each.parameters())
+                (penalty + each(torch.ones(1, 3)).sum()).backward()
+                sum(p.square().sum() for p in each.parameters()).backward()  # type: ignore[union-attr]
+                for p in each.parameters():
+                    assert p.grad is not None
+                    p.grad.mul_(0.5)
+            assert torch.allclose(dict(model.whole_gradients())["weight"], module.weight.grad)  # type: ignore[arg-type]
+
+
+def test_weights_read_where_their_unit_does_not_run(run_ranks: Run) -> None:
+    """They train as in one process where copies of them stay, and are refused by name where they do not."""
+    for said in run_ranks("rank_functions_steps:borrowed", 2):
+        refused = {name for name, sentence in said.items() if sentence != "nothing"}
+        assert refused == {"early 3", "late 3"}
+        for name in refused:
+            assert said[name].startswith(
+                "ConfigError: blocks.2.weight was read while blocks.2 did not run, where zero=3"
+            )
+
+
+@pytest.mark.parametrize("compiled", ["nothing", "block", "all", "a block's forward", "the forward of all"])
+def test_runs_of_units_are_seen_where_hooks_are_not_compiled(compiled: str) -> None:
+    module = steps.Borrowing("early")
+    inner = module.blocks[1] if "block" in compiled else module
+    if "forward" in compiled:
+        inner.forward = torch.compile(inner.forward)
+    elif compiled != "nothing":
+        inner.compile()
+    assert sees_runs(module, find_units(module, None)[0]) is (compiled in ("nothing", "a block's forward"))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of PyTorch's compiler
+@pytest.mark.usefixtures("_alone")
+def test_weights_read_before_their_unit_runs_in_a_narrower_copy() -> None:
+    module = steps.Borrowing("early").bfloat16()
+    for compiled in (False, True):
+        plain, other = copy.deepcopy(module), copy.deepcopy(module)
+        if compiled:
+            other.compile(backend="eager")
+        model = interlace.parallelize(other, compute_dtype=torch.bfloat16)
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        model(x).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        plain.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
 
 
 @pytest.mark.usefixtures("_alone")

@@ -100,6 +100,7 @@ def parallelize(
     )
     model.meeting = meeting
     optimizers.watch(model)
+    model.look_for_reads()
     return model
 
 

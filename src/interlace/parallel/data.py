@@ -17,9 +17,10 @@ go, and the end of backward issues what is left, so that a branch taken by one r
 neither hang nor mix transfers up.  The lists themselves are `interlace.plan.zero`.
 
 Parameters used by several units, and those outside every unit, belong to the root unit, which stays gathered from the
-start of forward to the end of backward.  The weights of another unit may be read only while its module runs.  Units
-that are still in their buffers are not gathered again (the last ones before backward, the first ones before the next
-micro-batch): a static property too.
+start of forward to the end of backward.  Units whose weights are read where their module does not run, too, are
+gathered at the start of forward as well (`parallel.reads`); under zero=3 that is refused.  Units that are still in
+their buffers are not gathered again (the last ones before backward, the first ones before the next micro-batch): a
+static property too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from interlace.errors import ConfigError
 from interlace.parallel import frozen, owed
 from interlace.parallel.flat import Flat, Round
 from interlace.parallel.part import Part
+from interlace.parallel.reads import Reads, sees_runs
 from interlace.parallel.run import Materialise
 from interlace.parallel.units import (
     IN_FLIGHT,
@@ -81,10 +83,12 @@ class DataParallel(Wrapped):
             summed over these ranks alone (and divided by the number of all), and ZeRO splits them over these.
 
     `parameters()` and `named_parameters()` are the main weights, one or two flat tensors a unit, for any elementwise
-    optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used.  Parameters frozen
-    since the module was wrapped keep their values, whatever the optimizer does.  The module's own parameters are views
-    that read as NaN where they are not gathered; `state_dict` and `whole_parameters` give whole ones.  Buffers are rank
-    0's at the start and each rank's own from then on.  What float16 computes may be scaled by `torch.amp.GradScaler`.
+    optimizer; their `.grad` is set when `backward` returns, zeros for parameters that no rank used, and what arises for
+    them by themselves (a penalty) is added, once for all ranks.  Parameters frozen since the module was wrapped keep
+    their values, whatever the optimizer does.  The module's own parameters are views that read as NaN where they are
+    not gathered, and where they are copies as before the last step; `state_dict` and `whole_parameters` give whole
+    ones.  Buffers are rank 0's at the start and each rank's own from then on.  What float16 computes may be scaled by
+    `torch.amp.GradScaler`.
     """
 
     def __init__(
@@ -144,12 +148,16 @@ class DataParallel(Wrapped):
         self._next_item = 0
         self._round: Round | None = None
         self._reductions: deque[tuple[Unit, list[Handle[torch.Tensor]], bool]] = deque()
+        self._reads: Reads | None = None  # looks at passes until the first reduction
+        self._early: list[Unit] = []  # gathered with the root
         self.early_squares = False  # set by who asks for `square_sum` right after backward
         self._make_room(ahead + 1, transport)
         items = backward_list([unit.regather for unit in self.units], self.ahead)
         self._items = [(item.kind, self.all_units[item.unit]) for item in items]
         self._register_hooks()
         frozen.keep(self._trainable)
+        for flat in self._trainable:
+            flat.watch_leaves()
         for flat in self.flats:
             flat.note_versions()
             if flat.slot is None:
@@ -174,6 +182,17 @@ class DataParallel(Wrapped):
         output = self.module(*args, **kwargs) if method == "forward" else getattr(self.module, method)(*args, **kwargs)
         self._end_forward(output)
         return output
+
+    def look_for_reads(self) -> None:
+        """In passes with gradients up to the first reduction, finds units whose weights are read where they do not run.
+
+        Until then copies that stay after their unit's run are all made at the start of forward; those that a rank makes
+        without the others always are, which costs nothing.
+        """
+        if self.sharded and sees_runs(self.module, self.units):
+            self._reads = Reads(self.units)
+        if self._reads is not None or not self.sharded:
+            self._early = [unit for unit in self.units if not any(flat.is_passing for flat in unit.flats)]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,8 +289,13 @@ class DataParallel(Wrapped):
         self._phase = "forward"
         self._next_gather = 0
         self.root.gather()
+        for unit in self._early:
+            unit.gather()
         self._gather_through(self.ahead - 1)
-        self.root.show()
+        for unit in (self.root, *self._early):
+            unit.show()
+        if self._reads is not None and not torch.compiler.is_compiling():
+            self._reads.begin()
 
     def _drop_stale(self) -> None:
         """Forgets gathered weights that an optimizer may have changed since.
@@ -321,6 +345,8 @@ class DataParallel(Wrapped):
     def _end_forward(self, output: Any) -> None:
         self._gather_through(len(self.units) - 1)
         with_graph = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        if self._reads is not None and not torch.compiler.is_compiling():
+            self._reads.look(with_graph)
         if torch.is_grad_enabled() and with_graph:
             for tensor in with_graph:
                 tensor.register_hook(lambda grad: self._begin_backward())
@@ -447,6 +473,7 @@ class DataParallel(Wrapped):
                 flat.deliver_unreduced()
         self._rest()
         if self.sync:
+            self._end_reads()
             self._refuse_apart()
             if self.shares_overflow:
                 self._share_overflow()
@@ -460,6 +487,14 @@ class DataParallel(Wrapped):
         found = sum_scalars(own, self.axes, name="overflow") > 0
         for gradient in gradients:
             gradient[:1] += torch.where(found, math.inf, 0.0).to(gradient.dtype)
+
+    def _end_reads(self) -> None:
+        """After the first reduction: ranks agree on the units whose weights are read elsewhere, too."""
+        if self._reads is not None and self.sharded and self._early:
+            own = [float(unit in self._reads.found) for unit in self._early]
+            found = sum_scalars(torch.tensor(own, device=self.group.device), self.axes, name="reads").tolist()
+            self._early = [unit for unit, count in zip(self._early, found, strict=True) if count]
+        self._reads = None
 
     def _refuse_apart(self) -> None:
         """After the first reduction: gradients that differ over the tensor axis and should not."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 
 from interlace.collectives import Add, Handle, Window, add_parts, all_gather, all_reduce, reduce_scatter, then
+from interlace.errors import ConfigError
 from interlace.parallel.run import Run
 
 # (leaves, copies): updates leaves, takes their gradients off, and writes what they are now to the copies, if given.
@@ -96,9 +98,10 @@ class Flat(Run):
     grad: torch.Tensor | None = None
     _shard_grad: torch.Tensor | None = None
     _sum: torch.Tensor | None = None
-    _carried: list[torch.Tensor | None] = field(default_factory=list)
+    _aside: dict[int, torch.Tensor | None] = field(default_factory=dict)  # by leaf, while it shows `grad` unreduced
     _written: set[int] = field(default_factory=set)
     _unreduced: bool = False
+    _shown_version: int = -1  # of `grad`, when leaves began to show it
     _narrow: bool = False
     _result: torch.Tensor | None = None
     _due: Update | None = None
@@ -205,11 +208,45 @@ class Flat(Run):
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def begin(self, alone: bool) -> None:
-        """A backward pass begins; `alone`: its gradients are reduced without those of any other.  What earlier ones
-        left unreduced is dropped if the caller has taken it away."""
+    def watch_leaves(self) -> None:
+        """What arises for a leaf itself (a penalty on the main weights) is kept apart from what is not reduced yet.
+
+        PyTorch keeps such hooks where the garbage collector does not look, so they do not hold this run.
+        """
+        for number, leaf in enumerate(self.leaves):
+            found = weakref.WeakMethod(self._before_own)
+            leaf.register_hook(lambda _, number=number, found=found: (call := found()) and call(number))
+
+    def _before_own(self, number: int) -> None:
+        self._drop_taken()
+        if self.is_summed and number in self._aside:
+            self._take_back(number)
+            leaf = self.leaves[number]
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)  # also where nothing is added: None says that it was taken away
+
+    def _drop_taken(self) -> None:
+        """What earlier passes left unreduced is dropped if the caller has taken it away."""
         if self._unreduced and all(leaf.grad is None for leaf in self.leaves):
             self.drop()
+
+    def _take_back(self, number: int) -> None:
+        """The leaf shows what is added to the reduction's result, in place of what this rank alone has added up."""
+        own = self._aside.pop(number)
+        assert self.grad is not None
+        if (self.sharded or own is not None) and self.grad._version != self._shown_version:
+            raise ConfigError(
+                f"the gradients of {self.name} were written to after a backward pass inside no_sync(), where they are "
+                "a part of what this rank alone has added up; change them after the step's last pass, and take them "
+                "away by zero_grad(set_to_none=True)."
+            )
+        self.leaves[number].grad = own
+
+    def begin(self, alone: bool) -> None:
+        """A backward pass begins; `alone`: its gradients are reduced without those of any other."""
+        self._drop_taken()
+        for number in [*self._aside]:
+            self._take_back(number)
         self._unreduced = False
         self._narrow = alone and self.group.size > 1
 
@@ -221,7 +258,8 @@ class Flat(Run):
     def drop(self) -> None:
         """Forgets the gradients that have not been reduced."""
         self._written.clear()
-        self._carried = []
+        self._aside.clear()
+        self._unreduced = False
         self._leave_outbox()
 
     def accumulate(self, index: int) -> None:
@@ -247,8 +285,9 @@ class Flat(Run):
         member.parameter.grad = None
 
     def _begin_gradients(self) -> None:
-        """Makes room; gradients that the leaves still have are added to the coming reduction's."""
-        self._carried = [None if leaf.grad is None else leaf.grad.clone() for leaf in self.leaves]
+        """Makes room; gradients that the leaves still have, or get until then, are added to the coming reduction's."""
+        for leaf in self.leaves:
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
         dtype = self.compute_dtype if self._narrow else self.main_dtype
         if self._narrow and self.outbox is not None and self.outbox.content is None:
             self.grad = self._enter_outbox()
@@ -352,29 +391,42 @@ class Flat(Run):
             self.grad = None
         if not last:
             return
-        self._hand_out(self.result)
-        for leaf, carried in zip(self.leaves, self._carried, strict=True):
-            if carried is not None and leaf.grad is not None:
-                leaf.grad.add_(carried)
-        self._carried = []
+        self._add_own(self._hand_out(self.result))
 
     def deliver_unreduced(self) -> None:
         """After a backward pass without a reduction: the leaves show what this rank alone has added up."""
-        if self._written:
-            assert self.grad is not None
-            self._unreduced = True
-            self._hand_out(self.grad[slice(*self.held)])
+        if not self._written:
+            return
+        assert self.grad is not None
+        self._unreduced = True
+        own = self._hand_out(self.grad[slice(*self.held)])
+        if not self.is_summed:
+            self._add_own(own)
+            own = [None] * len(own)
+        self._aside, self._shown_version = dict(enumerate(own)), self.grad._version
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether gradients are added up over ranks, of the data axis or of the tensor axis."""
+        return self.group.size > 1 or any(m.part is not None and m.part.owed is not None for m in self.members)
 
     @property
     def is_unreduced(self) -> bool:
         """Whether the leaves show what this rank alone has added up."""
         return self._unreduced and any(leaf.grad is not None for leaf in self.leaves)
 
-    def _hand_out(self, held: torch.Tensor) -> None:
-        begin = self.held[0]
+    def _hand_out(self, held: torch.Tensor) -> list[torch.Tensor | None]:
+        """Gives the leaves a gradient; returns those that they had."""
+        before, begin = [leaf.grad for leaf in self.leaves], self.held[0]
         for leaf, start in self.leaves_from:
             trained = leaf.requires_grad and not self.frozen(leaf, start)[1]
             leaf.grad = held[start - begin : start - begin + leaf.numel()] if trained else None
+        return before
+
+    def _add_own(self, own: Sequence[torch.Tensor | None]) -> None:
+        for leaf, added in zip(self.leaves, own, strict=True):
+            if added is not None and leaf.grad is not None:
+                leaf.grad.add_(added)
 
     def adopt(self, reduced: torch.Tensor) -> None:
         """Takes a gradient of the held elements that was reduced elsewhere, and hands it to the leaves."""

@@ -209,7 +209,7 @@ class Wrapped(nn.Module):
 
     def refuse_unreduced(self, what: str) -> None:
         """`ConfigError` where the gradients at hand are this rank's alone."""
-        if self.group.size > 1 and any(flat.is_unreduced for flat in self._trainable):
+        if any(flat.is_unreduced and flat.is_summed for flat in self._trainable):
             raise ConfigError(
                 f"{what} found gradients that were not added up over ranks, since the last backward pass ran inside "
                 "no_sync(); run a step's last one outside of it, the last of a shorter accumulation too."
