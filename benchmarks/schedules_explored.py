@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -40,6 +41,7 @@ EXAMPLES, LAUNCHES = ROOT / "examples" / "symmetric", ROOT / "tests" / "check"
 PEERS = ROOT / ".peers"  # packages that a machine lacks
 RANKS = (2, 3, 4)
 GRACE = 30.0  # seconds after the end for the schedules that have begun
+PIECES = 40  # after which a worker makes room for a new one: over many launches they grow, to 12 GB in 45 minutes
 PERIOD = 10.0  # seconds between lines of progress
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
@@ -223,6 +225,7 @@ class Run:
     sources: str = field(default_factory=sources)
     spent: dict[Cell, list[float]] = field(default_factory=dict)  # schedules and their seconds of processor time
     workers: dict[Connection, tuple[Any, Piece | None]] = field(default_factory=dict)
+    done: Counter[Connection] = field(default_factory=Counter)  # pieces of each worker
     failed: set[Cell] = field(default_factory=set)
     reports: int = 0
 
@@ -306,6 +309,13 @@ class Run:
                 self.waiting.append(piece._replace(first=first))
         else:
             self.waiting.append(piece)
+        self.done[given] += 1
+        if self.done[given] >= PIECES:
+            del self.workers[given]
+            given.close()
+            process.join()
+            self.hire()
+            return
         piece = self.next()
         if piece is not None:
             given.send((piece, self.ends))

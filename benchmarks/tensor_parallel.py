@@ -197,6 +197,7 @@ def main() -> None:
         rows += _turn(given, names, rounds, cfg, groups, device, batch, expected)
     if rank == 0:
         table(given, cfg, rows, rounds, ranks)
+    _free(device)  # graphs hold the library's communicators
     dist.destroy_process_group()
 
 
