@@ -471,12 +471,13 @@ def _tensor(
         return plain
     better, rows = 0.0, sequences * length
     for product, times in overlap.products(cfg, plan, rows, names).items():
+        if product.terms > 1:  # travels beside gradients of weights in either way: steps of 8b took as long with both
+            continue
         sizes = (product.op, product.M, product.N, product.K)
         by_way = fused.predict(topology, *sizes, dtype, plan.tp)
-        known = by_way if product.terms == 1 else (overlap.PLAIN.name, *overlap.WHOLE_ROWS)
         nbytes = fused.wire_bytes(*sizes, itemsize, plan.tp)
         alone = fused.product_seconds(topology, product.M, product.N, product.K, dtype) + link.phase_seconds(nbytes)
-        better += count * times * max(0.0, alone - min(by_way[name] for name in known))
+        better += count * times * max(0.0, alone - min(by_way.values()))
     return max(0.0, plain - better)
 
 
