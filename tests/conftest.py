@@ -30,7 +30,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 ROOM = pytest.StashKey[str]()
-ORDER = ("one process", "ranks", "gpu", "gpu2")  # fast tests first
+NEEDED = {"gpu": 1, "gpu2": 2, "gpu4": 4}  # CUDA devices
+ORDER = ("one process", "ranks", *NEEDED)  # fast tests first
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,18 +91,21 @@ def place(item: pytest.Item) -> tuple[int, bool]:
 
 
 def kind(item: pytest.Item) -> str:
-    return next((mark for mark in ("gpu2", "gpu", "ranks") if item.get_closest_marker(mark)), "one process")
+    return next((mark for mark in (*NEEDED, "ranks") if item.get_closest_marker(mark)), "one process")
 
 
 def devices_missing(items: list[pytest.Item]) -> dict[str, str]:
     """The marks that cannot run here, each with the reason; asks torch only if a test carries one."""
-    if not any(kind(item) in ("gpu", "gpu2") for item in items):
+    if not any(kind(item) in NEEDED for item in items):
         return {}
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    reasons = {"gpu": "no CUDA device here", "gpu2": f"{found} CUDA devices here, 2 are needed"}
-    return {mark: reasons[mark] for mark, needed in (("gpu", 1), ("gpu2", 2)) if found < needed}
+    return {
+        mark: "no CUDA device here" if needed == 1 else f"{found} CUDA devices here, {needed} are needed"
+        for mark, needed in NEEDED.items()
+        if found < needed
+    }
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -143,7 +143,7 @@ def test_ranks_that_share_a_gpu(ranks: int) -> None:
     from interlace.symmetric.cuda import on_one_gpu
     from rank_functions_gather_gpu import sharing_a_gpu
 
-    assert on_one_gpu(sharing_a_gpu, ranks, nbytes=1 << 26, timeout=20.0) == [24] * ranks
+    assert on_one_gpu(sharing_a_gpu, ranks, nbytes=1 << 26, timeout=20.0) == [30] * ranks
 
 
 @pytest.mark.gpu2
