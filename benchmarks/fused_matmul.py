@@ -318,7 +318,7 @@ def _rounds(setup: Setup, calls: dict[str, measure.Call], group: Group) -> int:
 def rank_main(world: World, **given: Any) -> dict[str, Any]:
     """What each rank does; rank 0 keeps the records."""
     began = time.monotonic()
-    every = shapes.smoke() if given["smoke"] else shapes.rows()
+    every = shapes.smoke() if given["smoke"] else shapes.rows(world.size)
     todo = shapes.selected(every, given["rows"], given["only"])
     setup = set_up(world, given)
     book = Book(Path(given["out"]), given) if world.rank == 0 else None
@@ -463,7 +463,7 @@ def main() -> None:
         print("\n".join(show(Path(given.report))))
         return
     if given.list:
-        for number, row in shapes.selected(shapes.rows(), given.rows, given.only):
+        for number, row in shapes.selected(shapes.rows(given.nproc or max(2, tune.num_gpus())), given.rows, given.only):
             print(f"{number:4d} {row.key} [{row.kind}] {'; '.join(row.names)}")
         return
     gpus = tune.num_gpus()

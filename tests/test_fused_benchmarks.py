@@ -31,7 +31,7 @@ def record(op: str = "all_gather_matmul", M: int = 8192, wire: float = 50.0, **c
     samples |= changes.pop("samples", {})
     every = {name: times if isinstance(times, list) else [times] * 12 for name, times in samples.items()}
     made = {
-        "key": f"{op} {M}", "op": op, "M": M, "kind": "bulk", "graph": False, "wire": wire, "samples": every,
+        "key": f"{op} {M}", "op": op, "M": M, "N": 14336, "K": 8192, "world": 2, "kind": "bulk", "graph": False, "wire": wire, "samples": every,
         "wrong": {}, "missing": {}, "chosen": "chunks", "source": "table", "machine": "2 x GPU", "versions": "torch",
         "commit": "c", "date": "d",
     }  # fmt: skip
@@ -58,6 +58,30 @@ def test_rows_are_the_products_of_the_models() -> None:
     assert {row.M for row in rows if row.kind != "held-out"} == set(shapes.ROWS)
     assert {row.kind for row in rows} == set(shapes.KINDS)
     assert [row.tier for row in rows] == sorted(row.tier for row in rows), "the most important first"
+
+
+def test_rows_of_wider_groups() -> None:
+    """Shares of eight and of the group itself, and what others have published; the wire binds more of the rows."""
+    four, eight = shapes.rows(4), shapes.rows(8)
+    assert {word for row in four for word in row.tags if word.startswith("tp=")} == {"tp=8", "tp=4"}
+    assert {word for row in eight for word in row.tags if word.startswith("tp=")} == {"tp=8"}
+    for rows in (four, eight):
+        found = {(row.op, row.M, row.N, row.K): row for row in rows}
+        assert all("published" in found[shape].tags for shape in shapes.PUBLISHED)
+        assert len(found) == len(rows)
+    assert not any("published" in row.tags for row in shapes.rows())
+    wire = [sum(row.kind == "wire" and "tp=8" in row.tags for row in shapes.rows(ranks)) for ranks in (2, 4, 8)]
+    assert wire == sorted(wire)
+    assert wire[0] < wire[-1]
+
+
+def test_published_ratios_stand_beside_rows_of_wide_groups_alone() -> None:
+    shape = {"M": 8192, "N": 28672 // 8, "K": 8192}
+    head, _, line = [x for x in targets.report([record(**shape, world=8)]) if x.startswith("|")]
+    assert head.endswith("| plain / t | published, 8 x H800: Triton-distributed, FLUX |")
+    assert line.endswith("| 1.49 | 1.59, 1.48 |")
+    assert head.count("|") == line.count("|")
+    assert not any("published" in line for line in targets.report([record(**shape, world=2)]))
 
 
 def test_held_out_shapes_are_of_classes_that_no_row_has() -> None:

@@ -1,7 +1,8 @@
 """Which products `fused_matmul.py` measures, in the order of their importance.
 
-Rows M of the whole batch by the four products of a layer of five models, as one rank of tp=2 and of tp=8 has them; on
-two GPUs a tp=8 row is one rank's share, run on two ranks, so that its traffic per FLOP is that of a wide group.
+Rows M of the whole batch by the four products of a layer of five models, as one rank of tp=8 has them and of a group
+of as many ranks as there are; on fewer than eight GPUs a tp=8 row is one rank's share of eight, so that its product is
+that of a wide group.  From four ranks on shapes of which others have published figures are measured too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,23 @@ HELD_OUT = (
 )
 
 
+# Times as quick as PyTorch's product and NCCL: Triton-distributed and FLUX, both read to about 0.02 off the charts in the
+# README of Triton-distributed, on eight H800s, whose NVLink has half the rate of an H200's; by op, M, N and K of a rank.
+PUBLISHED = {
+    ("all_gather_matmul", 8192, 11008 // 8, 4096): (1.32, 1.17),
+    ("all_gather_matmul", 8192, 14336 // 8, 4096): (1.30, 1.14),
+    ("all_gather_matmul", 8192, 28672 // 8, 8192): (1.59, 1.48),
+    ("all_gather_matmul", 8192, 53248 // 8, 16384): (1.42, 1.43),
+    ("all_gather_matmul", 8192, 29568 // 8, 8192): (1.65, 1.54),
+    ("matmul_reduce_scatter", 8192, 4096, 11008 // 8): (1.06, 0.79),
+    ("matmul_reduce_scatter", 8192, 4096, 14336 // 8): (1.10, 0.80),
+    ("matmul_reduce_scatter", 8192, 3584, 14336 // 8): (1.06, 0.77),
+    ("matmul_reduce_scatter", 8192, 4608, 36864 // 8): (1.42, 1.10),
+    ("matmul_reduce_scatter", 8192, 8192, 28672 // 8): (1.55, 1.26),
+    ("matmul_reduce_scatter", 8192, 8192, 29568 // 8): (1.59, 1.32),
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """kind: one of `KINDS`; tier: 0 is measured first; names: products that have this shape, "llama-70b tp=8 up"."""
@@ -84,11 +102,11 @@ def layer(model: Model, tp: int) -> Iterator[tuple[str, str, int, int]]:
         yield op, "down", model.hidden, model.ffn // tp
 
 
-def kind(op: str, M: int, N: int, K: int) -> str:
-    """By rows, and by how long the transfer takes over the product on two H200s."""
+def kind(op: str, M: int, N: int, K: int, ranks: int) -> str:
+    """By rows, and by how long the transfer takes over the product on so many H200s."""
     h200 = Topology.load("h200")
     rate = h200.flops_per_second("bf16") * h200.matmul_efficiency["bf16"]
-    ratio = wire_bytes(op, M, N, K, 2, 2) / h200.links[0].bandwidth / (2.0 * M * N * K / rate)
+    ratio = wire_bytes(op, M, N, K, 2, ranks) / h200.links[0].bandwidth / (2.0 * M * N * K / rate)
     if op == "matmul_all_reduce":
         return "decode" if M <= 256 else "middle"
     if M >= 1024 and ratio > 0.8:
@@ -98,10 +116,10 @@ def kind(op: str, M: int, N: int, K: int) -> str:
     return "middle" if M >= 1024 else "small"
 
 
-def rows() -> list[Row]:
+def rows(ranks: int = 2) -> list[Row]:
     """All, the most important first: by tier, then kind, then rows that cost least."""
     found: dict[tuple[str, int, int, int], Row] = {}
-    for tp in (8, 2):
+    for tp in (8, ranks) if ranks in (2, 4) else (8,):
         for name, model in MODELS.items():
             tier = (0 if name in ("llama-70b", "llama-8b") else 1) + (0 if tp == 8 else 2)
             for op, what, N, K in layer(model, tp):
@@ -111,7 +129,10 @@ def rows() -> list[Row]:
                     at, said = (op, M, N, K), f"{name} tp={tp} {what}"
                     old = found.get(at)
                     names, first = ((*old.names, said), min(old.tier, tier)) if old else ((said,), tier)
-                    found[at] = Row(*at, kind(*at), first, names)
+                    found[at] = Row(*at, kind(*at, ranks), first, names)
+    for at in PUBLISHED if ranks >= 4 else ():
+        names = found[at].names if at in found else ()
+        found[at] = Row(*at, kind(*at, ranks), 0, (*names, "published tp=8"))
     every = [*found.values(), *(Row(*shape, "held-out", 0) for shape in HELD_OUT)]
     return sorted(every, key=lambda row: (row.tier, KINDS.index(row.kind), row.M * row.N * row.K, row.key))
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from fused import shapes
+
 RESAMPLES = 2000
 SLOWER = 1.02  # a ratio whose interval begins above this is a loss
 HELD_OUT = 1.03
@@ -225,11 +227,21 @@ def report(records: Sequence[Record]) -> Iterator[str]:
         "limit/t",
         "host",
     ]
+    published = any(_published(record) for record in records)
+    heads += ["plain / t", "published, 8 x H800: Triton-distributed, FLUX"] if published else []
     yield ""
     yield f"| {' | '.join(heads)} |"
     yield "|---" * len(heads) + "|"
     for record in records:
-        yield f"| {' | '.join(_cells(Figures.of(record), own))} |"
+        row = Figures.of(record)
+        cells = [*_cells(row, own), f"{row.plain / row.time:.2f}", _published(record) or "-"]
+        yield f"| {' | '.join(cells if published else cells[:-2])} |"
+
+
+def _published(record: Record) -> str:
+    """Their ratios to PyTorch's product and NCCL, for a row that others have published and that ran on four or more."""
+    found = shapes.PUBLISHED.get((record["op"], record["M"], record["N"], record["K"]))
+    return "" if found is None or record["world"] < 4 else f"{found[0]:.2f}, {found[1]:.2f}"
 
 
 def _cells(row: Figures, own: Sequence[str]) -> Iterator[str]:
