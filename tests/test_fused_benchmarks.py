@@ -31,7 +31,8 @@ def record(op: str = "all_gather_matmul", M: int = 8192, wire: float = 50.0, **c
     samples |= changes.pop("samples", {})
     every = {name: times if isinstance(times, list) else [times] * 12 for name, times in samples.items()}
     made = {
-        "key": f"{op} {M}", "op": op, "M": M, "N": 14336, "K": 8192, "world": 2, "kind": "bulk", "graph": False, "wire": wire, "samples": every,
+        "key": f"{op} {M}", "op": op, "M": M, "N": 14336, "K": 8192, "world": 2,
+        "kind": "bulk", "graph": False, "wire": wire, "samples": every,
         "wrong": {}, "missing": {}, "chosen": "chunks", "source": "table", "machine": "2 x GPU", "versions": "torch",
         "commit": "c", "date": "d",
     }  # fmt: skip

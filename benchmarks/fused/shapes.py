@@ -54,8 +54,8 @@ HELD_OUT = (
 )
 
 
-# Times as quick as PyTorch's product and NCCL: Triton-distributed and FLUX, both read to about 0.02 off the charts in the
-# README of Triton-distributed, on eight H800s, whose NVLink has half the rate of an H200's; by op, M, N and K of a rank.
+# Times as quick as PyTorch's product and NCCL: Triton-distributed and FLUX, both read to about 0.02 off the charts in
+# the README of Triton-distributed, on eight H800s, whose NVLink has half the rate of an H200; by op, M, a rank's N, K.
 PUBLISHED = {
     ("all_gather_matmul", 8192, 11008 // 8, 4096): (1.32, 1.17),
     ("all_gather_matmul", 8192, 14336 // 8, 4096): (1.30, 1.14),
