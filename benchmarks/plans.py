@@ -1,10 +1,12 @@
 """Real steps of whole plans: peak memory beside what `plan/memory` says, and what determinism costs.
 
-    PYTHONPATH=src:benchmarks python benchmarks/plans.py [--rows A:B] [--steps 6] [--out FILE]
+    PYTHONPATH=src:benchmarks python benchmarks/plans.py [--rows A:B] [--steps 6] [--ranks N] [--out FILE]
 
 Each row is a session as `interlace train` builds it, on the default corpus, in processes of its own; ms are the median
-of the steps after the first two, of the slowest rank; the peak is the largest rank's, windows included; the losses of
-the first three steps are alike for all plans of a model and its batch.  No peer runs.
+of the steps after the first two, of the slowest rank; waited: ms of it that compute stood for each axis, on the rank
+that stood longest; the peak is the largest rank's, windows included; the losses of the first three steps are alike for
+all plans of a model and its batch.  On four and more ranks the rows are the splits of 8b over dp, tp and cp, with as
+many sequences as ranks.  No peer runs: PyTorch's FSDP2 with tensor parallelism is in tensor_parallel.py (--data).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import datetime
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,22 @@ ROWS: tuple[
         for exchange in ("ring", "gather", "ulysses")
     ),
 )
+
+Row = tuple[str, str, int, int, tuple[str, ...]]
+
+
+def splits(ranks: int, model: str, length: int, settings: tuple[str, ...]) -> list[Row]:
+    """A model over data ranks, tensor and context axes; as many sequences in all as ranks."""
+    shapes = [(tp, cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4) if ranks % (tp * cp) == 0 and tp * cp <= ranks]
+    made = []
+    for tp, cp in shapes:
+        dp = ranks // (tp * cp)
+        words = [f"dp={dp}"] + [f"{axis}={size}" for axis, size in (("tp", tp), ("cp", cp)) if size > 1]
+        words += ["zero=3"] if dp * cp > 1 else []
+        made.append((model, " ".join(words), ranks // dp, length, settings))
+    return made
+
+
 SMALL = (
     ("tiny", "zero=1", 4, 64, ()),
     ("tiny", "zero=3", 4, 64, ()),
@@ -59,7 +78,7 @@ SMALL = (
 def measure(world: World, config: str, steps: int) -> dict[str, Any]:
     """What one rank sees: ms of each step, the losses of three, the peak."""
     session = sessions.build(world, loads(config))
-    device, times, losses = world.device, [], list[float]()
+    device, times, losses, stood = world.device, [], list[float](), list[dict[str, float]]()
     for step in range(steps):
         world.status(step=step, operation="step of the benchmark")
         begin = now(device)
@@ -74,10 +93,18 @@ def measure(world: World, config: str, steps: int) -> dict[str, Any]:
         )
         losses.append(made.loss.item())  # waits for the step
         times.append(1e3 * between(begin, now_after(device)))
-        session.meter.cut()
+        record = session.meter.cut()
+        stood.append({} if record is None else {axis: 1e3 * s for axis, s in record.waited().items()})
         session.advance()
     peak = torch.cuda.max_memory_allocated() + session.model.window_bytes if device.type == "cuda" else 0
-    return {"times": times, "losses": losses[:3], "peak": peak}
+    return {"times": times, "losses": losses[:3], "peak": peak, "waited": stood}
+
+
+def _waited(steps: list[dict[str, float]]) -> tuple[float, str]:
+    """Of one rank: the sum over axes of the median of its steps, and each of them in words."""
+    axes = sorted({axis for step in steps for axis in step})
+    ms = {axis: statistics.median(step.get(axis, 0.0) for step in steps) for axis in axes}
+    return sum(ms.values()), ", ".join(f"{axis} {value:.1f}" for axis, value in ms.items()) or "-"
 
 
 def now_after(device: torch.device) -> Any:
@@ -98,15 +125,18 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
     first, _, last = given.rows.partition(":")
-    chosen = (ROWS if on_gpu else SMALL)[int(first or 0) : int(last) if last else None]
+    of_two: Sequence[Row] = ROWS if on_gpu else SMALL
+    wide = splits(ranks, "8b", 4096, COMPILED) if on_gpu else splits(ranks, "tiny", 64, ())
+    chosen = (wide if ranks >= 4 else of_two)[int(first or 0) : int(last) if last else None]
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     lines = [
         f"# Steps of whole plans, {datetime.date.today()}, {ranks} x {machine}",
         "",
         f"torch {torch.__version__}, {given.steps} steps, `{' '.join(sys.argv)}`",
         "",
-        "| model | plan | sequences x length | settings | ms | peak GiB | plan/memory GiB | off by % | losses |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | plan | sequences x length | settings | ms | waited ms | peak GiB | plan/memory GiB | off by % "
+        "| losses |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     for model, plan, sequences, length, settings in chosen:
@@ -122,12 +152,13 @@ def main() -> None:
         device = "cuda" if on_gpu else "cpu"
         found = run_local("plans:measure", ranks, argument, device=device, timeout=120.0)
         ms = statistics.median(max(times) for times in zip(*(rank["times"][2:] for rank in found), strict=True))
+        waits = sorted(_waited(rank["waited"][2:]) for rank in found)[-1][1]
         ways = tune.planned(machine, "bf16") if on_gpu else None
         peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device, ways=ways).total
         off = f"{100 * (planned / peak - 1):+.1f}" if peak else "-"
         said = " ".join(settings) or "-"
         lines.append(
-            f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {peak / 2**30:.1f} | "
+            f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {waits} | {peak / 2**30:.1f} | "
             f"{planned / 2**30:.1f} | {off} | {', '.join(f'{loss:.4f}' for loss in found[0]['losses'])} |"
         )
         print(lines[-1], flush=True)

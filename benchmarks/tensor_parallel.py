@@ -1,10 +1,11 @@
 """One training step over the tensor axis, beside PyTorch's tensor parallelism: ms, waiting, peak memory.
 
     torchrun --nproc-per-node N benchmarks/tensor_parallel.py [--model 1.2b] [--variants ours,ours-serial,torch,...]
-        [--sequences 4] [--length 4096] [--rounds 7] [--steps 3] [--alone] [--profile ours,torch]
+        [--data D] [--sequences 4] [--length 4096] [--rounds 7] [--steps 3] [--alone] [--profile ours,torch]
         [--set model.KEY=VALUE] [--out FILE]
 
-All variants hold the same model and take the same random tokens, `--sequences` x `--length` on all ranks together; they
+All variants hold the same model and take the same random tokens, `--sequences` x `--length` on all ranks together, or
+with `--data D` on each of D groups of N / D ranks, over which weights and optimizer are split (zero=3, FSDP2).  They
 run in turn, `--steps` steps each, `--rounds` times, and the median round counts.  `--alone` builds, times and drops one
 after another, for models of which only one fits.  First, step 1 of each is checked against one device in fp32.
 Variants, with the suffix -eager without compilation of the blocks:
@@ -75,6 +76,7 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
         units=("embedding", "blocks.*", "head"),
         gradients="sum",
         compute_dtype=torch.bfloat16,
+        zero=3 if groups["dp"].size > 1 else 0,
         overlap=axis.overlap != "off",
         materialise=lambda n, start, stop: initial_value(table[n], SEED, start, stop - start, device, torch.float32),
         decay={n: p.decay for n, p in table.items()},
@@ -92,14 +94,16 @@ def ours(name: str, cfg: ModelConfig, groups: Groups, device: torch.device) -> V
     return variant
 
 
-def peer(name: str, cfg: ModelConfig, device: torch.device, ranks: int) -> Variant:
+def peer(name: str, cfg: ModelConfig, device: torch.device, ranks: int, data: int) -> Variant:
     compiled = "-eager" not in name
     plain = decoder(cfg, device, compiled=False)
     initialise(plain, cfg, SEED)
     if name == "megatron":
+        if data > 1:
+            raise NotImplementedError("peers/megatron.py has no data axis")
         return Variant(name, megatron.tensor(plain, device, ranks, cfg.max_positions, CLIP))
     decays = {parameter.name: parameter.decay for parameter in spec.parameters(cfg)}
-    model = native.tensor(plain, device, ranks, compiled, "-async" in name)
+    model = native.tensor(plain, device, ranks, compiled, "-async" in name, data)
     named = dict(model.named_parameters())
     decayed = [p for n, p in named.items() if decays[n]]
     rest = [p for n, p in named.items() if not decays[n]]
@@ -124,9 +128,13 @@ def peer(name: str, cfg: ModelConfig, device: torch.device, ranks: int) -> Varia
 def build(name: str, cfg: ModelConfig, groups: Groups, device: torch.device, batch: Batch, expected: object) -> Variant:
     """A variant that has made a few steps, the first of them checked."""
     before = allocated(device)
-    ranks = groups["tp"].size
-    made = ours(name, cfg, groups, device) if name.startswith("ours") else peer(name, cfg, device, ranks)
+    ranks, data = groups["tp"].size, groups["dp"].size
+    made = ours(name, cfg, groups, device) if name.startswith("ours") else peer(name, cfg, device, ranks, data)
     loss, norm = (value.item() for value in made.step(batch))
+    if not name.startswith("ours"):  # theirs is that of a data rank
+        of_all = torch.tensor(loss, dtype=torch.float64)
+        dist.all_reduce(of_all)
+        loss = of_all.item() / dist.get_world_size()
     if groups.rank == 0:
         print(f"{name}: step 1 loss {loss:.5f} norm {norm:.4f}, fp32 reference {expected}", flush=True)
     if isinstance(expected, tuple):
@@ -164,6 +172,7 @@ def waited(variant: Variant) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1.2b")
+    parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--variants", default="ours,ours-serial,ours-whole,torch,torch-async")
@@ -186,9 +195,13 @@ def main() -> None:
         dist.init_process_group("gloo", timeout=limit)
     overrides = [f"model.max_positions={max(given.length, 2048)}", *given.set]
     cfg = load(None, overrides, preset=given.model).model_config()
-    groups = make_groups(Mesh((("tp", ranks), ("dp", 1))), rank, device, 90, Meter())
-    batch = random_batch(cfg, given.sequences, given.length, 0)
-    expected = None if given.no_reference else reference(cfg, [batch], device)
+    tp = ranks // given.data
+    if tp * given.data != ranks or tp < 2:
+        parser.error(f"--data {given.data} of {ranks} ranks leaves no whole group of two or more for tp")
+    groups = make_groups(Mesh((("tp", tp), ("dp", given.data))), rank, device, 90, Meter())
+    batches = [random_batch(cfg, given.sequences, given.length, number) for number in range(given.data)]
+    batch = batches[rank // tp]
+    expected = None if given.no_reference else reference(cfg, batches, device)
     rounds: dict[str, list[float]] = {name: [] for name in given.variants.split(",")}
     rows: list[tuple[str, float, float, float]] = []
     turns = [[name] for name in rounds] if given.alone else [list(rounds)]
@@ -235,7 +248,7 @@ def table(
     rounds: dict[str, list[float]],
     ranks: int,
 ) -> None:
-    tokens, flops = given.sequences * given.length, spec.flops_per_token(cfg, given.length).total
+    tokens, flops = given.data * given.sequences * given.length, spec.flops_per_token(cfg, given.length).total
     on_gpu = torch.cuda.is_available()
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
@@ -243,11 +256,12 @@ def table(
     medians = {name: statistics.median(ms) for name, ms in rounds.items() if ms}
     best = min((ms for name, ms in medians.items() if not name.startswith("ours")), default=None)
     serial = next((ms for name, ms in medians.items() if name.startswith("ours-serial")), None)
+    plan = f"tp={ranks // given.data}" + (f" dp={given.data}" if given.data > 1 else "")
     lines = [
-        f"# Tensor parallel step, {given.model}, {datetime.date.today()}, tp={ranks}, {ranks} x {machine}",
+        f"# Tensor parallel step, {given.model}, {datetime.date.today()}, {plan}, {ranks} x {machine}",
         "",
-        f"torch {torch.__version__}, {library}, {given.sequences} x {given.length} tokens, {given.rounds} rounds of "
-        f"{given.steps} steps, `{' '.join(sys.argv)}`",
+        f"torch {torch.__version__}, {library}, {tokens // given.length} x {given.length} tokens, {given.rounds} "
+        f"rounds of {given.steps} steps, `{' '.join(sys.argv)}`",
         "",
         "| variant | ms | spread | tokens/s/GPU | MFU % (causal) | waited ms | host ms | peak GiB | serial / it "
         "| peer / it |",

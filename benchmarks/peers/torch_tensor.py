@@ -2,7 +2,8 @@
 async-TP (products split to run beside their transfers, by Inductor, over symmetric memory).
 
 Sequence parallel norms, column and row products, a split vocabulary with `loss_parallel`.  bf16 compute over fp32
-weights by FSDP2's policy on a data axis of one, fused AdamW and clipping as ours.
+weights by FSDP2's policy, on a data axis of one or of several (gathered again for backward); fused AdamW and clipping
+as ours.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class SplitLogits(nn.Module):
         return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
-def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, asynchronous: bool) -> nn.Module:
-    """The decoder split over all ranks."""
-    mesh = init_device_mesh(device.type, (1, ranks), mesh_dim_names=("dp", "tp"))
+def tensor(
+    decoder: Decoder, device: torch.device, ranks: int, compiled: bool, asynchronous: bool, data: int = 1
+) -> nn.Module:
+    """The decoder split over groups of so many ranks, `data` of them."""
+    mesh = init_device_mesh(device.type, (data, ranks), mesh_dim_names=("dp", "tp"))
     if asynchronous:
         _split_products(mesh["tp"])
     decoder.head.vocabulary = SplitLogits()
@@ -50,7 +53,7 @@ def tensor(decoder: Decoder, device: torch.device, ranks: int, compiled: bool, a
             block.forward = torch.compile(block.forward, dynamic=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in decoder.blocks:
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=data > 1)
     fully_shard(decoder, mesh=mesh["dp"], mp_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(decoder, "loss")
     return decoder
