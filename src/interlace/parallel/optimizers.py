@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
 from interlace.parallel.data import DataParallel
@@ -71,11 +71,19 @@ def watch(model: DataParallel) -> None:
 def _watch_steps() -> None:
     """Once, and for good: PyTorch goes over its hooks while a collection of garbage might take one away."""
     register_optimizer_step_pre_hook(_look)
+    register_optimizer_step_post_hook(_hide_old)
 
 
 def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for look in list(_looks.values()):
         look(optimizer)
+
+
+def _hide_old(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    for model in list(_looks):
+        if any(id(leaf) in held for flat in model.flats for leaf in flat.leaves):
+            model.hide_old()
 
 
 def _watch_norms() -> None:
