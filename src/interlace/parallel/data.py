@@ -411,16 +411,12 @@ class DataParallel(Wrapped):
 
     def _gradient_ready(self, unit: Unit, number: int, index: int) -> None:
         self._begin_backward()
-        if unit.reduced:
-            raise ConfigError(
-                f"{unit.flats[number].members[index].name} got a gradient after {unit.name} had been reduced; leave "
-                "this unit out of `units`, so that its parameters are reduced at the end."
-            )
         flat = unit.flats[number]
-        if unit.regather and not flat.gathered:
+        if unit.reduced or (unit.regather and not flat.gathered):
+            when = f"after {unit.name} had been reduced" if unit.reduced else f"while {unit.name} was not gathered"
             raise ConfigError(
-                f"the backward of {unit.name} was still running when that of the next unit began; leave it out of "
-                "`units`."
+                f"{flat.members[index].name} got a gradient {when}; leave {unit.name} out of `units`, or, of a "
+                "penalty, compute it from the parameters() of what parallelize returned."
             )
         flat.accumulate(index)
         unit.waiting_for.discard((number, index))
