@@ -278,6 +278,11 @@ def wrong_use(world: World) -> dict[str, str]:
     attempt("outside", lambda: made(zero=3).module.blocks[0](torch.ones(D)))
     attempt("two forwards", lambda: both_at_once(made(zero=3)))
 
+    def penalised(model: DataParallel) -> None:
+        tokens, labels = batch(0, group.rank)
+        penalty = sum(parameter.square().sum() for parameter in model.module.parameters())
+        (penalty + mean_loss(model(tokens), labels)).backward()
+
     def graph_of_backward(model: DataParallel) -> None:
         tokens, labels = batch(0, group.rank)
         torch.autograd.backward(mean_loss(model(tokens), labels), create_graph=True)
@@ -286,6 +291,7 @@ def wrong_use(world: World) -> dict[str, str]:
         tokens, labels = batch(0, group.rank)
         mean_loss(checkpoint(model, tokens, use_reentrant=False), labels).backward()
 
+    attempt("penalty", lambda: penalised(made(zero=3)))
     attempt("graph of backward", lambda: graph_of_backward(made(zero=3)))
     attempt("recomputed", lambda: recomputed(made(zero=1)))
     attempt("half", lambda: made(zero=1).half())

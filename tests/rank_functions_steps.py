@@ -440,3 +440,43 @@ def borrowed(world: World) -> dict[str, str]:
     for when, zero in itertools.product(("one rank", "twice"), (1, 2)):
         said.attempt(f"{when} {zero}", lambda when=when, zero=zero: train(when, zero))  # type: ignore[misc]
     return said
+
+
+class Old(Borrowing):
+    """Reads the last of its blocks before that runs, without a gradient, once `on` is set."""
+
+    on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.blocks[-1].weight.detach()[0] if self.on else x)
+
+
+def copies(world: World) -> None:
+    """Beside one process that has all rows: what reads or writes weights without torch's noticing, and compilers."""
+    rows = [torch.randn(3, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    for zero, how in itertools.product(range(4), ("plain", "block", "all", "outside")):
+        plain, own = Old("never"), Old("never")
+        for module in {"block": own.blocks, "all": [own]}.get(how, []):
+            module.compile(backend="aot_eager")
+        model = interlace.parallelize(own, zero=zero)
+        called = torch.compile(model, backend="aot_eager") if how == "outside" else model
+        whole, part = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model))
+        for step in range(3):
+            for each in (plain, model):  # before the first pass, and around one that is looked at with gradients
+                for scale in (0.9, 1 / 0.9 if step else 1.1):
+                    for leaf in each.parameters():
+                        leaf.data.mul_(scale)
+                    if step:
+                        each(rows[0])
+            (sum(plain(x).square().mean() for x in rows) / world.size).backward()  # type: ignore[union-attr]
+            called(rows[world.rank]).square().mean().backward()
+            for optimizer in (whole, part):
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, value in model.state_dict().items():
+                assert torch.allclose(value, plain.state_dict()[name], atol=1e-6), (how, zero, step, name)
+            assert own.blocks[0].weight.isnan().all() == (zero > 0), (how, zero, step)
+        if how == "plain":
+            own.on = True
+            with torch.no_grad():
+                assert model(rows[0]).isnan().all() == (zero > 0), zero

@@ -124,6 +124,7 @@ def test_frozen_between_backward_and_step() -> None:
 def test_a_wrapped_module_is_let_go() -> None:
     from torch.optim import optimizer as of
 
+    interlace.parallelize(nn.Linear(3, 2))  # the first one's hooks stay, for all
     hooks = len(of._global_optimizer_pre_hooks), len(of._global_optimizer_post_hooks)
     model = interlace.parallelize(nn.Linear(3, 2))
     model.postpone(functools.partial(lambda model, leaves, copies: model.settle(), model))  # holds the model
@@ -132,6 +133,27 @@ def test_a_wrapped_module_is_let_go() -> None:
     gc.collect()
     assert gone() is None
     assert (len(of._global_optimizer_pre_hooks), len(of._global_optimizer_post_hooks)) == hooks
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_wrapped_module_may_go_during_the_step_of_another_s_optimizer() -> None:
+    """Whenever garbage is collected: PyTorch is going over its hooks then."""
+    from torch.optim import optimizer as of
+
+    models = [interlace.parallelize(nn.Linear(3, 2)) for _ in range(2)]
+    optimizer, gone = torch.optim.SGD(models[0].parameters()), weakref.ref(models[1])
+
+    def collect(*_: Any) -> None:
+        del models[1:]
+        gc.collect()
+
+    hook = of.register_optimizer_step_pre_hook(collect)
+    of._global_optimizer_pre_hooks.move_to_end(hook.id, last=False)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert gone() is None
 
 
 @pytest.mark.usefixtures("_alone")

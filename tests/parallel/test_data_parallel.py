@@ -94,6 +94,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "order": "ConfigError: blocks.2 ran after a unit that stands behind it in the list of units; list units in",
         "outside": "ConfigError: blocks.0 was called outside the wrapped module; call the object that parallelize",
         "two forwards": "ConfigError: the backward of blocks.4 began twice in one pass; run one forward per backward",
+        "penalty": "ConfigError: blocks.4.linear.bias got a gradient after blocks.4 had been reduced; leave block",
         "graph of backward": "ConfigError: zero=3 cannot keep a graph of the backward pass (create_graph); use zero 0",
         "recomputed": "ConfigError: the wrapped module ran inside its own backward; recompute parts of it, not the wh",
         "half": "ConfigError: a wrapped module cannot be moved or cast; do it before parallelize, or give compute_",

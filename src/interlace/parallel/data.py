@@ -25,6 +25,7 @@ static property too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from interlace.errors import ConfigError
 from interlace.parallel import frozen, owed
 from interlace.parallel.flat import Flat, Round
 from interlace.parallel.part import Part
-from interlace.parallel.reads import Reads, sees_runs
+from interlace.parallel.reads import Reads, eagerly
 from interlace.parallel.run import Materialise
 from interlace.parallel.units import (
     IN_FLIGHT,
@@ -142,6 +143,7 @@ class DataParallel(Wrapped):
         self._wire = wire_dtype
         self._phase = "rest"  # "rest" | "forward" | "backward"
         self._stale = False
+        self._of_user = False  # weights may be written to without torch's noticing, and read anywhere
         self._adding = False  # gradients of earlier passes wait for this one
         self._autocasts = False  # to float16, in the last forward pass
         self._next_gather = 0
@@ -187,12 +189,16 @@ class DataParallel(Wrapped):
         """In passes with gradients up to the first reduction, finds units whose weights are read where they do not run.
 
         Until then copies that stay after their unit's run are all made at the start of forward; those that a rank makes
-        without the others always are, which costs nothing.
+        without the others always are, which costs nothing.  A copy that may be out of date reads as NaN until it is
+        gathered, and what makes copies stays out of the graphs of a compiled module.
         """
-        if self.sharded and sees_runs(self.module, self.units):
+        self._of_user = self._stale = True
+        if any(flat.slot is not None for flat in self.flats):
+            for name in ("_begin_forward", "_before_unit", "_after_unit", "_end_forward"):
+                setattr(self, name, functools.partial(eagerly, getattr(self, name)))
+        if self.sharded:
             self._reads = Reads(self.units)
-        if self._reads is not None or not self.sharded:
-            self._early = [unit for unit in self.units if not any(flat.is_passing for flat in unit.flats)]
+        self._early = [unit for unit in self.units if not any(flat.is_passing for flat in unit.flats)]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -294,20 +300,28 @@ class DataParallel(Wrapped):
         self._gather_through(self.ahead - 1)
         for unit in (self.root, *self._early):
             unit.show()
-        if self._reads is not None and not torch.compiler.is_compiling():
+        if self._reads is not None:
             self._reads.begin()
 
     def _drop_stale(self) -> None:
         """Forgets gathered weights that an optimizer may have changed since.
 
-        Version counters tell on their own, but not of fused optimizers.  So after a reduction copies are stale until a
-        forward pass that is going to be trained on; one in between for evaluation may come before the update.
+        Version counters tell on their own, but not of fused optimizers or of writes to `.data`.  So after a reduction
+        copies are stale until a forward pass that is going to be trained on; one in between for evaluation may come
+        before the update.  Users' may be on until its backward pass begins.
         """
         for flat in self.flats:
             if self._stale or flat.changed:
                 flat.forget()
-        if torch.is_grad_enabled():
-            self._stale = False
+                if self._of_user:
+                    flat.hide_copy()
+        self._stale = self._of_user or (self._stale and not torch.is_grad_enabled())
+
+    def hide_old(self) -> None:
+        """After an optimizer's step: copies of the weights as they were before read as NaN until they are gathered."""
+        for flat in self._trainable:
+            if self._stale or flat.changed:
+                flat.hide_copy()
 
     def _gather_through(self, position: int) -> None:
         while self._next_gather <= min(position, len(self.units) - 1):
@@ -344,8 +358,11 @@ class DataParallel(Wrapped):
 
     def _end_forward(self, output: Any) -> None:
         self._gather_through(len(self.units) - 1)
+        for flat in self.flats if self._of_user else []:
+            if not flat.is_passing:
+                flat.show()  # of units that did not run, too
         with_graph = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-        if self._reads is not None and not torch.compiler.is_compiling():
+        if self._reads is not None:
             self._reads.look(with_graph)
         if torch.is_grad_enabled() and with_graph:
             for tensor in with_graph:
@@ -366,6 +383,7 @@ class DataParallel(Wrapped):
         if self.zero == 3 and torch.is_grad_enabled():
             raise ConfigError("zero=3 cannot keep a graph of the backward pass (create_graph); use zero 0, 1 or 2.")
         self._phase = "backward"
+        self._stale = self._stale and not self._of_user
         self._next_item = 0
         self._squares = {}
         while self._reductions:  # of the round before: their buffers are written again now
@@ -393,16 +411,12 @@ class DataParallel(Wrapped):
 
     def _gradient_ready(self, unit: Unit, number: int, index: int) -> None:
         self._begin_backward()
-        if unit.reduced:
-            raise ConfigError(
-                f"{unit.flats[number].members[index].name} got a gradient after {unit.name} had been reduced; leave "
-                "this unit out of `units`, so that its parameters are reduced at the end."
-            )
         flat = unit.flats[number]
-        if unit.regather and not flat.gathered:
+        if unit.reduced or (unit.regather and not flat.gathered):
+            when = f"after {unit.name} had been reduced" if unit.reduced else f"while {unit.name} was not gathered"
             raise ConfigError(
-                f"the backward of {unit.name} was still running when that of the next unit began; leave it out of "
-                "`units`."
+                f"{flat.members[index].name} got a gradient {when}; leave {unit.name} out of `units`, or, of a "
+                "penalty, compute it from the parameters() of what parallelize returned."
             )
         flat.accumulate(index)
         unit.waiting_for.discard((number, index))

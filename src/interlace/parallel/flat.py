@@ -185,6 +185,13 @@ class Flat(Run):
         for member in self.members:
             member.parameter.data = self._absent.expand(member.shape)
 
+    def hide_copy(self) -> None:
+        """`hide`, where parameters are copies, which are out of date."""
+        if self.slot is not None:
+            self.slot.arrive()
+            self.slot.content = None if self.slot.content is self else self.slot.content
+            self.hide()
+
     def note_versions(self) -> None:
         """From now on a write to a parameter is told from none."""
         for member in self.members:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from interlace.errors import ConfigError
 from interlace.parallel.data import DataParallel
@@ -24,6 +24,7 @@ from interlace.parallel.state import guard
 ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum")
 OPTIONS = ("lr", "betas", "momentum", "eps")  # that a group may have for itself, beside weight decay
 _in_parts = weakref.WeakSet[DataParallel]()  # wrapped modules of which ranks hold parts
+_looks: weakref.WeakKeyDictionary[DataParallel, Callable[[torch.optim.Optimizer], None]] = weakref.WeakKeyDictionary()
 FRAMES = 8  # between the step of a gradient scaler and the hooks of the optimizer's
 
 
@@ -34,7 +35,7 @@ def watch(model: DataParallel) -> None:
     holder, known = _holder(model), weakref.WeakSet[torch.optim.Optimizer]()
     reference = weakref.ref(model)
 
-    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def look(optimizer: torch.optim.Optimizer) -> None:
         held = [leaf for group in optimizer.param_groups for leaf in group["params"]]
         if name := next((own[id(leaf)] for leaf in held if id(leaf) in own), None):
             raise ConfigError(
@@ -62,7 +63,27 @@ def watch(model: DataParallel) -> None:
     if model.holds_part:
         _in_parts.add(model)
         _watch_norms()
-    weakref.finalize(model, register_optimizer_step_pre_hook(look).remove)
+    _looks[model] = look
+    _watch_steps()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Once, and for good: PyTorch goes over its hooks while a collection of garbage might take one away."""
+    register_optimizer_step_pre_hook(_look)
+    register_optimizer_step_post_hook(_hide_old)
+
+
+def _look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for look in list(_looks.values()):
+        look(optimizer)
+
+
+def _hide_old(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    held = {id(leaf) for group in optimizer.param_groups for leaf in group["params"]}
+    for model in list(_looks):
+        if any(id(leaf) in held for flat in model.flats for leaf in flat.leaves):
+            model.hide_old()
 
 
 def _watch_norms() -> None:

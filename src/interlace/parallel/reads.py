@@ -1,22 +1,21 @@
 """Weights that are read where their unit does not run: a neighbour's matrix, a decoder tied to its encoder.
 
-A unit's weights are gathered for the run of its module.  Elsewhere they are absent (ZeRO-3), or of the step before.  So
-the graph of a forward pass is looked at: a node that takes a parameter of a unit, and was made while the unit's module
-did not run, has read it elsewhere.  Nodes are numbered in the order in which they are made, so that the numbers at the
-beginning and the end of a run tell.  Nothing stands around the pass itself, and functions in it may be compiled.
+A unit's weights are gathered for the run of its module.  Elsewhere they are absent, and read as NaN.  So the graph of a
+forward pass is looked at: a node that takes a parameter of a unit, and was made while the unit's module did not run,
+has read it elsewhere.  Nodes are numbered in the order in which they are made, so that the numbers at the beginning and
+the end of a run tell.  Nothing stands around the pass itself, and functions in it may be compiled.
 
-Not seen: what is read without a gradient, what a later pass reads that the first ones do not, and what is compiled
-together with the units.  Not refused: a `torch.autograd.Function`, which may run the unit inside.
+Not seen: what is read without a gradient, and what a later pass reads that the first ones do not: both read NaN where
+the unit has not run yet.  Not refused: a `torch.autograd.Function`, which may run the unit inside.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from interlace.errors import ConfigError
 from interlace.parallel.units import Unit
@@ -46,8 +45,8 @@ class Reads:
         for unit in self._units:
             runs = self._runs[unit]
             self._hooks += [
-                unit.module.register_forward_pre_hook(lambda *_, runs=runs: runs.append((_number(), math.inf))),
-                unit.module.register_forward_hook(lambda *_, runs=runs: _close(runs)),
+                unit.module.register_forward_pre_hook(lambda *_, runs=runs: eagerly(_open, runs)),
+                unit.module.register_forward_hook(lambda *_, runs=runs: eagerly(_close, runs)),
             ]
 
     def _end(self) -> None:
@@ -84,15 +83,15 @@ def _number() -> int:
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def eagerly(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls it where its caller is compiled, too: outside of the graph."""
+    return function(*args)
+
+
+def _open(runs: list[tuple[float, float]]) -> None:
+    runs.append((_number(), math.inf))
+
+
 def _close(runs: list[tuple[float, float]]) -> None:
     runs[-1] = runs[-1][0], _number()
-
-
-def sees_runs(module: nn.Module, units: Sequence[Unit]) -> bool:
-    """Whether hooks tell when a unit runs: whether none of them is compiled with the hooks of its module."""
-    for name, inner in module.named_modules():
-        within = [unit.name == name for unit in units if f".{unit.name}.".startswith(f".{name}." if name else ".")]
-        whole = inner._compiled_call_impl is not None
-        if (whole and within) or (hasattr(inner.forward, "_torchdynamo_orig_callable") and not all(within)):
-            return False
-    return True
