@@ -130,6 +130,8 @@ def test_the_written_out_path_that_keeps_everything_equals_the_fused_one(name):
     pattern = Pattern(2, 13, CPU, *CASES[name])
     keep = torch.ones(2, 6, 13, 13, dtype=torch.bool)
     torch.testing.assert_close(attention(q, k, v, pattern, 0.0, keep), attention(q, k, v, pattern), rtol=0, atol=1e-6)
+    q, k, v = (x.double() for x in (q, k, v))  # the exact run of a proof: nothing on the way is fp32
+    torch.testing.assert_close(attention(q, k, v, pattern, 0.0, keep), attention(q, k, v, pattern), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", CASES)

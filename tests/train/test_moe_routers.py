@@ -17,7 +17,7 @@ from interlace.checkpoint import Reader
 from interlace.config import loads
 from interlace.errors import CheckpointError
 from interlace.model_config import EXPERTS_ONLY
-from interlace.models import weights
+from interlace.models import router, weights
 from interlace.models.decoder import Decoder, initialise
 from interlace.serve import generate
 from interlace.train import export, loop, recompute, state, verify
@@ -82,6 +82,41 @@ def test_every_axis_gives_the_bias_of_one_process_after_three_steps(run_ranks: R
         assert report.passed, f"{cfg.plan}\n{explain(report)}"
         names = {difference.name for difference in report.differences}
         assert ("weight of blocks.1.moe.bias" in names) == cfg.model_config().router_bias
+
+
+def test_a_router_whose_weights_are_one_whatever_it_says(run_ranks: Run, tmp_path: Path) -> None:
+    """One choice made to sum to one: no gradient in theory, which the fp64 run of the proof tells from rounding."""
+    one = [*SMALL, "model.experts_per_token=1"]
+    jobs = [
+        (runs.config(tmp_path, plan, [*one, *more]), "none")
+        for plan, more in (
+            ("dp=2 zero=1", []),
+            ("cp=2", ["model.router_scores=sigmoid", "model.router_bias=true", "model.router_scale=2.5"]),
+            ("dp=2 ep=2", ["model.num_experts=2", "model.router_aux_loss=0.1", "model.dense_layers=[0]"]),
+        )
+    ]
+    told = set()
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+        told |= {d.name for d in report.differences if d.of_unit}
+    assert any("moe.router.weight, which is 0 but for rounding" in name for name in told), told
+
+
+def test_scores_and_losses_of_a_router_are_as_exact_as_its_logits() -> None:
+    """In fp64 as in fp64, from bf16 in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
+    counted = torch.tensor([[1.0, 1, 0, 1, 1], [0, 1, 1, 1, 0]])
+    for kind, exact in (("softmax", logits.softmax(-1)), ("sigmoid", logits.sigmoid())):
+        found = router.scores(logits, router.Rule(1, scores=kind))
+        assert found.dtype == torch.float64
+        assert (found - exact).abs().max() < 1e-15
+        whole = exact / exact.sum(-1, keepdim=True)
+        mass = router.mass(found, router.Rule(1, scores=kind), counted)
+        assert (mass - (whole * counted.double()[..., None]).sum(1)).abs().max() < 1e-15
+        assert router.scores(logits.bfloat16(), router.Rule(1, scores=kind)).dtype == torch.float32
+    z = router.z_loss(logits, counted)
+    assert (z - (logits.exp().sum(-1).log().square() * counted.double()).sum(1)).abs().max() < 1e-12
 
 
 def test_planted_faults_of_routers(run_ranks: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

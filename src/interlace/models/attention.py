@@ -192,10 +192,11 @@ def _written_out(
     keep_BHTS: Tensor,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention by its formula, softmax in fp32: the only path on which each probability can be dropped by index."""
+    """Attention by its formula, softmax in fp32 or wider: the only path that can drop each probability by its index."""
     num_heads, head_dim = q_BTHE.shape[2:]
     q, k, v = q_BTHE.transpose(1, 2), k_BTKE.transpose(1, 2), v_BTKE.transpose(1, 2)
-    scores_BHTS = (q @ _repeat(k, num_heads).mT).float() * head_dim**-0.5
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores_BHTS = (q @ _repeat(k, num_heads).mT).to(wide) * head_dim**-0.5
     scores_BHTS = scores_BHTS.masked_fill(~pattern.mask_B1TS, float("-inf"))
     if sinks_H is not None:
         column = sinks_H.to(scores_BHTS.dtype)[:, None, None].expand(*scores_BHTS.shape[:3], 1)

@@ -3,8 +3,9 @@
     scores = softmax(logits) or sigmoid(logits);  chosen = the k largest of scores + bias
     weights = scores of the chosen [/ their sum] * scale
 
-The bias only chooses; no gradient reaches it (arXiv 2412.19437, section 2.1.2).  Everything here is fp32 and counts
-tokens alike wherever they are: sums over sequences and over tokens do not depend on how a batch is cut.
+The bias only chooses; no gradient reaches it (arXiv 2412.19437, section 2.1.2).  Everything here is fp32 (fp64 of
+fp64 logits) and counts tokens alike wherever they are: sums over sequences and over tokens do not depend on how a batch
+is cut.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ def route(logits_BTX: Tensor, rule: Rule, bias_X: Tensor | None = None) -> tuple
 
 
 def scores(logits_BTX: Tensor, rule: Rule) -> Tensor:
-    """Between 0 and 1, fp32 [B T X]."""
+    """Between 0 and 1, fp32 or wider [B T X]."""
+    wide = torch.promote_types(logits_BTX.dtype, torch.float32)
     if rule.scores == "sigmoid":
-        return logits_BTX.float().sigmoid()
-    return logits_BTX.softmax(dim=-1, dtype=torch.float32)
+        return logits_BTX.to(wide).sigmoid()
+    return logits_BTX.softmax(dim=-1, dtype=wide)
 
 
 @torch.no_grad()
@@ -94,7 +96,7 @@ def mass(scores_BTX: Tensor, rule: Rule, counted_BT: Tensor | None = None) -> Te
         scores_BTX = scores_BTX / (scores_BTX.sum(dim=-1, keepdim=True) + 1e-20)
     if counted_BT is None:
         return scores_BTX.sum(dim=1)
-    return torch.matmul(counted_BT[:, None], scores_BTX)[:, 0]
+    return torch.matmul(counted_BT[:, None].to(scores_BTX.dtype), scores_BTX)[:, 0]
 
 
 def balance_loss(load_BX: Tensor, mass_BX: Tensor, k: int) -> Tensor:
@@ -111,7 +113,8 @@ def balance_loss(load_BX: Tensor, mass_BX: Tensor, k: int) -> Tensor:
 
 def z_loss(logits_BTX: Tensor, counted_BT: Tensor | None = None) -> Tensor:
     """Sum over the counted tokens of each sequence of (log sum exp(logits))^2: fp32 [B] (arXiv 2202.08906, eq. 5)."""
-    squares_BT = logits_BTX.float().logsumexp(dim=-1).square()
+    wide = torch.promote_types(logits_BTX.dtype, torch.float32)
+    squares_BT = logits_BTX.to(wide).logsumexp(dim=-1).square()
     return (squares_BT if counted_BT is None else squares_BT * counted_BT).sum(dim=1)
 
 
