@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import tomllib
 from pathlib import Path
 
@@ -258,6 +259,17 @@ def test_refusals_of_an_override(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, overrides=[override])
     assert caught.value.message.startswith(sentence)
+
+
+def test_a_folder_in_place_of_the_preset_that_a_command_takes_by_itself(tmp_path: Path) -> None:
+    """Its refusal names the override that helps, and that one does."""
+    config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "intermediate_size": 24}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    override = f"model.from={tmp_path}"
+    with pytest.raises(ConfigError, match=r"found both preset = .*take one out \(--set model\.preset= does"):
+        load(None, overrides=[override])
+    assert load(None, overrides=["model.preset=", override]).model_config().num_layers == 2
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

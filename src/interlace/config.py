@@ -164,6 +164,7 @@ class ModelSection(Section):
         if self.preset and self.from_:
             raise ConfigError(
                 f'[model] takes preset or from, found both preset = "{self.preset}" and from = "{self.from_}"'
+                "; take one out (--set model.preset= does, that of a command without a run file too)"
             )
         hints = rules(ModelConfig)
         for key in self.dims:

@@ -8,7 +8,7 @@ import typer
 
 from interlace import errors
 
-MOST_STEPS = 1 << 40
+MOST_STEPS = 1 << 40  # as the refusal says
 AXES = ("dp", "shard", "tp", "cp", "ep", "pp")  # the axes that can be executed
 
 app = typer.Typer(
@@ -33,5 +33,5 @@ def step_range(text: str) -> range:
     except ValueError:
         start, stop = 1, 0
     if start < 0 or stop <= start or stop > MOST_STEPS:
-        raise errors.ConfigError(f'--steps is "{text}"; write A:B with 0 <= A < B, as in 0:2.')
+        raise errors.ConfigError(f'--steps is "{text}"; write A:B with 0 <= A < B <= 2**40, as in 0:2.')
     return range(start, stop)
