@@ -29,7 +29,7 @@ from interlace.kernels import workspace
 from interlace.kernels.arrival import Arrival, Chunks, Slices
 from interlace.kernels.candidate import Candidate, Options, Problem, Tile, pays_to_cut, register
 from interlace.kernels.gather_matmul import fill
-from interlace.kernels.put import put_rows, too_many
+from interlace.kernels.put import cannot_put, put_rows
 from interlace.kernels.tile import (
     DTYPES,
     POINTERS,
@@ -435,5 +435,5 @@ register(Candidate("plain", OP, False, _always, plain))
 register(Candidate("chunks", OP, False, _needs_symmetric, _among_several(chunks), cuts=True))
 register(Candidate("chained", OP, False, _needs_kernel, _among_several(chained)))
 register(Candidate("persistent", OP, True, _needs_kernel, _among_several(persistent), cuts=True))
-register(Candidate("put", OP, False, too_many, put_first))
+register(Candidate("put", OP, False, cannot_put, put_first))
 register(Candidate("push", OP, True, _needs_few, _among_several(push)))

@@ -295,8 +295,9 @@ def _beside(
 
 def _joins(weights: Sequence[Tensor], group: Group, count: int | None, policy: str, columns: int) -> bool:
     """The same on every rank, whose weights may differ in width."""
-    several = len(weights) > 1 and group.size > 1 and count is not None and policy not in CALM
-    return several and count is not None and joins(count, -(-columns // group.size))
+    if count is None or len(weights) == 1 or group.size == 1 or policy in CALM:
+        return False
+    return joins(count, -(-columns // group.size))
 
 
 def _or_zeros(weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,7 +50,7 @@ from interlace.kernels.ordered_tiles import (
     slot,
     tile_for,
 )
-from interlace.kernels.put import sums_after, too_many
+from interlace.kernels.put import cannot_put, sums_after
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, place, store_part, widens
 from interlace.plan.overlap import FEW_SUMS, Way, num_tiles, sent
 from interlace.symmetric.device import flush_descriptors, my_rank, next_epoch, remote, signal, wait_until
@@ -328,4 +328,4 @@ ONE_SHOT = register(
 TWO_SHOT = register(
     Candidate("two-shot", OP, True, lambda problem, device: cannot(problem, device, late=True), _two_shot_run)
 )
-PUT = register(Candidate("put", OP, False, too_many, _put))
+PUT = register(Candidate("put", OP, False, cannot_put, _put))

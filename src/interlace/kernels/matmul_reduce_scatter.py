@@ -51,7 +51,7 @@ from interlace.kernels.ordered_tiles import (
     share,
     tile_for,
 )
-from interlace.kernels.put import sums_after, too_many
+from interlace.kernels.put import cannot_put, sums_after
 from interlace.kernels.tile import ROWS, load_bias, multiply, operand, store_part, widens
 from interlace.layout import split
 from interlace.plan.overlap import FEW_SUMS, Way, sent, tiles_of_rows
@@ -222,6 +222,6 @@ PLAIN = register(Candidate("plain", OP, False, lambda problem, device: None, _pl
 CHUNKS = register(Candidate("chunks", OP, False, cannot, scatter_parts.chunks, cuts=True))
 CHAINED = register(Candidate("chained", OP, False, _not_chained, scatter_parts.chained))
 PERSISTENT = register(Candidate("persistent", OP, True, cannot, scatter_parts.persistent, cuts=True))
-PUT = register(Candidate("put", OP, False, too_many, _put))
+PUT = register(Candidate("put", OP, False, cannot_put, _put))
 TILES = register(Candidate("tiles", OP, True, lambda problem, device: cannot(problem, device, late=True), _tiles))
 PUSH = register(Candidate("push", OP, True, lambda problem, device: cannot(problem, device, most=FEW_SUMS), _push))

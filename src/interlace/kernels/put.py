@@ -130,7 +130,7 @@ def put_rows(x_mK: Tensor, group: Group, count: int, out_MK: Tensor) -> None:
     """x_mK: this rank's of `count` rows (`layout.split`); out_MK: all of them, contiguous."""
     assert out_MK.is_contiguous()
     K, item = x_mK.shape[1], x_mK.element_size()
-    space = workspace.of(group, "all_gather_matmul.put")
+    space = workspace.of(group, f"{overlap.GATHER}.put")
     space.require(*overlap.put_rows(count, K, item, group.size))
     space.follow()
     group.meter.count("all_gather", group.axis, x_mK.numel() * item * (group.size - 1))
@@ -179,7 +179,7 @@ def sums_after(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, group: Gr
         put_sums(torch.mm(x_MK, weight_NK.t()), bias_N, group, out, op)
 
 
-def too_many(problem: Problem, device: torch.device) -> str | None:
+def cannot_put(problem: Problem, device: torch.device) -> str | None:
     """Why a problem cannot take "put"."""
     sizes = (problem.op, problem.M, problem.N, problem.K, problem.dtype.itemsize, problem.world)
     nbytes = overlap.put_bytes(*sizes)

@@ -163,7 +163,7 @@ def chunks(
 def sum_of_several(
     pairs: Sequence[tuple[Tensor, Tensor]], bias_N: Tensor | None, group: Group, out_nN: Tensor, chunks: int | None
 ) -> None:
-    """ "chunks" of the sum of x_MK @ weight_NK.T over the pairs, each added to the ones before in the type of x."""
+    """The sum of x_MK @ weight_NK.T over the pairs, in chunks; each is added to the ones before in the type of x."""
     (x_MK, weight_NK), *_ = pairs
     M, N = len(x_MK), len(weight_NK)
     if M == 0 or N == 0:

@@ -5,8 +5,9 @@ Told to the meter and asked of the heap by `kernels`, priced by the planner, and
 `verify`.  W ranks, M rows of all of them together, m of the own ones; what a rank sends, in elements:
 
     all_gather_matmul       every way          m K (W-1)                        all_gather
-    matmul_reduce_scatter   plain, put, chunks,  (M - m) N                      reduce_scatter
-                            chained, persistent
+    matmul_reduce_scatter   plain, put,        (M - m) N                        reduce_scatter
+                            chunks, chained,
+                            persistent
                             tiles              whole tiles of the others        reduce_scatter
                             push               (M - m) N, fp32                  reduce_scatter
     matmul_all_reduce       plain              both halves of M N               reduce_scatter, all_gather
@@ -36,8 +37,8 @@ FP32 = 4
 FEW_ROWS = 1 << 24  # bytes of all rows, for which a kernel's own stores are considered
 FEW_SUMS = 1 << 26  # bytes of fp32 sums, for which kernels that send them at once are considered
 MOST_PUT = 1 << 26  # bytes that are put into a rank's memory by one call, for which "put" is considered
-JOINED_ROWS, JOINED_COLUMNS = 4096, 2560  # from and up to which `joins`
 PROGRAMS = 128  # of its kernels; each counts its calls
+JOINED_ROWS, JOINED_COLUMNS = 4096, 2560  # from which rows on, and up to how many columns, weights are joined
 SLOT = 256  # rows; chunks lie at multiples, so that a tile's rows are of one chunk
 ALIGNMENT = 256  # bytes, of each buffer
 WORDS = 16  # for each peer, at least, so that a larger number of chunks rebuilds nothing
