@@ -24,6 +24,7 @@ from interlace.layout import split
 from interlace.models.decoder import Block
 from interlace.parallel import flat, owed, stages, tensor, units
 from interlace.parallel import norm as norms
+from interlace.parallel.data import DataParallel
 from interlace.plan import stages as stage_plans
 from interlace.train import loop, step, verify
 from interlace.train import session as sessions
@@ -410,3 +411,22 @@ FAULTS = {
         one_stage_at_a_time,
     )
 } | {"none": functools.partial(contextlib.nullcontext)}
+
+
+def held_between_passes(world: World, configs: list[str]) -> list[list[int]]:
+    """Of each configuration: bytes of the gradients that a rank holds when each backward pass of a step begins."""
+    found: list[list[int]] = []
+    plain = DataParallel._begin_backward
+
+    def looked(model: DataParallel) -> None:
+        begins = model._phase != "backward"
+        plain(model)
+        if begins:
+            found[-1].append(sum(grad.nbytes for flat in model._trainable for grad in flat.gradients()))
+
+    with mock.patch.object(DataParallel, "_begin_backward", looked):
+        for text in configs:
+            found.append([])
+            session = sessions.build(world, loads(text))
+            step.forward_backward(session.model, session.batches(), session.groups.host)
+    return found

@@ -537,7 +537,7 @@ ZEROED = "{0}UNSHARD,{0}F0,{0}F1,{0}B0,{0}B1,{0}REDUCE"
         ("{0}F0,{0}F1,{0}B1,{0}B0", [FIXED], "runs 0B1 before 0B0, and run.reproducible"),
         ("{0}F0,{0}F1,{0}I1,{0}I0,{0}W0,{0}W1", [FIXED], "runs 0I1 before 0I0, and run.reproducible"),
         (ZEROED, [FIXED], 'runs 0REDUCE, and run.reproducible = "plan" reduces every micro-batch'),
-        (ZEROED.replace("REDUCE", "REDUCE0,{0}REDUCE1"), [], "runs 0REDUCE0, and a plan reduces once a step"),
+        (ZEROED.replace("REDUCE", "REDUCE0,{0}REDUCE1"), [], "runs 0REDUCE0, and reduce=step reduces once a step"),
         (ZEROED, ["zero=3"], "leaves stage 0 whole with zero=3, without a RESHARD behind its last use"),
     ],
 )
@@ -554,8 +554,8 @@ def test_a_schedule_file_that_contradicts_its_plan(tmp_path: Path, row: str, wor
     for name in FORMS:
         for ranks, count in ((2, 3), (3, 7), (4, 5)):
             for zero in range(4):
-                table = lower(generate(name, ranks, count), zero, fixed=fixed)
-                assert contradiction(table, zero, fixed) is None, f"{name} {ranks} {count} {zero}"
+                table = lower(generate(name, ranks, count), zero, each=fixed)
+                assert contradiction(table, ParallelPlan(zero=zero), fixed) is None, f"{name} {ranks} {count} {zero}"
 
 
 def test_a_rank_of_a_pipeline_holds_what_its_table_says() -> None:

@@ -60,10 +60,11 @@ class ParallelPlan(Section):
     `micro_batches` counts per data-parallel replica; `micro_batch_size` (sequences) 0 = what follows from it;
     `shard` is the inner group of hybrid sharding, 0 = off; `chunks` are virtual pipeline stages per rank; `schedule`
     may be a CSV file; `layers` is how many each stage has ("8/8/7/7"), chosen by cost when left out; `unsharded` is how
-    many stages of a rank may be whole at a time under zero=3, 0 = each from its first use to its last.  `sequence`
-    splits what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how attention reaches
-    keys of other `cp` ranks: from rank to rank, some heads of all at a time, or by dealing out heads; auto = what sends
-    least.
+    many stages of a rank may be whole at a time under zero=3, 0 = each from its first use to its last.  `reduce`:
+    gradients travel once a step, added up whole until then, or after each micro-batch, so that ZeRO-2 and 3 keep shards
+    alone.  `sequence` splits what lies between the products over `tp` too: norms, residual, dropout.  `exchange` is how
+    attention reaches keys of other `cp` ranks: from rank to rank, some heads of all at a time, or by dealing out heads;
+    auto = what sends least.
     `expert_halves` cuts the rows of a layer of experts in two over `ep`, so that one half travels while the other is
     multiplied; `expert_room` is what the fused exchange has memory for at first, in times of the even rows.
     `overlap`: off lets every transfer run by itself; otherwise they run beside products, and those of `tp` as plain
@@ -87,6 +88,7 @@ class ParallelPlan(Section):
     unsharded: Count = 0
     micro_batches: Positive = 1
     micro_batch_size: Count = 0
+    reduce: Annotated[str, OneOf(("step", "micro_batch"))] = "step"
     recompute: Annotated[str, OneOf(("none", "selective", "full"))] = "none"
     overlap: Annotated[str, OneOf(("auto", "plain", "fused", "off"))] = "auto"
     transport: Annotated[str, OneOf(("auto", "library", "copy"))] = "auto"

@@ -98,7 +98,7 @@ def test_the_table_of_a_plan(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="is of 2 ranks, found pp=3: use pp=2"):
         table_of(ParallelPlan.parse(f"pp=3 schedule={file}"), 3)
     file.write_text("# own\n0UNSHARD,0F0,0B0,0REDUCE0\n1UNSHARD,1F0,1B0,1REDUCE0\n")
-    with pytest.raises(PlanError, match=r"runs 0REDUCE0, and a plan reduces once a step \(line 2, column 4\)"):
+    with pytest.raises(PlanError, match=r"runs 0REDUCE0, and reduce=step reduces once a step \(line 2, column 4\)"):
         table_of(replace(own, micro_batches=1), 1)
 
 

@@ -83,7 +83,7 @@ def test_every_table_is_valid_also_when_lowered(
     name: str, p: int, m: int, v: int, zero: int, keep: int | None, fixed: bool, ahead: int
 ) -> None:
     table = generate(name, p, m, v if name == "interleaved" else 1)
-    lowered = lower(table, zero, keep=keep, fixed=fixed, ahead=ahead)
+    lowered = lower(table, zero, keep=keep, each=fixed, ahead=ahead)
     plain, peaks = validate(table), validate(lowered)
     assert (plain.stages, plain.ranks, plain.whole) == (peaks.stages, peaks.ranks, peaks.whole)
     compute = tuple(tuple(action for action in row if action.is_compute) for row in lowered.rows)

@@ -173,7 +173,7 @@ def test_a_long_table_is_proved_in_work_that_grows_as_it_does(monkeypatch: pytes
         return equal(one, other)
 
     def work(micro_batches: int) -> int:
-        lowered = lower(generate("interleaved", 2, micro_batches, 3), 3, fixed=True)
+        lowered = lower(generate("interleaved", 2, micro_batches, 3), 3, each=True)
         before = compared[0]
         validate(lowered)
         return compared[0] - before

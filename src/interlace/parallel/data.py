@@ -153,6 +153,7 @@ class DataParallel(Wrapped):
         self._reads: Reads | None = None  # looks at passes until the first reduction
         self._early: list[Unit] = []  # gathered with the root
         self.early_squares = False  # set by who asks for `square_sum` right after backward
+        self.reduces_each = False  # set by who runs steps of several passes: each pass is reduced as it finishes
         self._make_room(ahead + 1, transport)
         items = backward_list([unit.regather for unit in self.units], self.ahead)
         self._items = [(item.kind, self.all_units[item.unit]) for item in items]
@@ -221,7 +222,20 @@ class DataParallel(Wrapped):
         sum is in place after the last pass.
         """
         assert self._scale == 1.0 and self._wire in (None, torch.float32), "a sum in fp32 is asked for"
-        round = Round.of(number, self.group.size, micro_batches)
+        with self._in_round(Round.of(number, self.group.size, micro_batches)):
+            yield
+
+    @contextmanager
+    def reduced(self, number: int, passes: int) -> Iterator[None]:
+        """The backward pass inside is number `number` of the `passes` of a step, each reduced as it finishes.
+
+        Weights stay as they are until the last one, after which the sum is in place.
+        """
+        with self._in_round(Round(None, number == 0, number == passes - 1)):
+            yield
+
+    @contextmanager
+    def _in_round(self, round: Round) -> Iterator[None]:
         if self.group.size == 1:  # gradients add up where they arise, in the same order
             with nullcontext() if round.last else self.no_sync():
                 yield
@@ -448,15 +462,21 @@ class DataParallel(Wrapped):
             unit.reduced = True
             while len(self._reductions) >= IN_FLIGHT:
                 self._deliver()
-            self._reductions.append((unit, [self._reduce(flat) for flat in unit.trainable], self._is_last))
+            ends = self._is_last or not self._is_ordered
+            self._reductions.append((unit, [self._reduce(flat) for flat in unit.trainable], ends))
             while self._reductions and not self.overlap:
                 self._deliver()
 
     def _reduce(self, flat: Flat) -> Handle[torch.Tensor]:
-        if self._round is None:
+        if not self._is_ordered:
             return owed.pay(flat, flat.reduce(self._scale, self._wire), None if self._compared else self._apart)
-        assert self.tensor is None, "sums in a fixed order are over the data axis alone"
+        assert self.tensor is None and self._round is not None, "sums in a fixed order are over the data axis alone"
         return flat.reduce_round(self._round)
+
+    @property
+    def _is_ordered(self) -> bool:
+        """Whether this backward pass is one of a sum in a fixed order."""
+        return self._round is not None and self._round.valid is not None
 
     @property
     def _is_last(self) -> bool:
@@ -489,7 +509,7 @@ class DataParallel(Wrapped):
         if self.sync:
             self._end_reads()
             self._refuse_apart()
-            if self.shares_overflow:
+            if self.shares_overflow and self._is_last:
                 self._share_overflow()
 
     def _share_overflow(self) -> None:

@@ -71,12 +71,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Round:
-    """One backward pass of a step whose micro-batches are added in their order: `valid` ranks have one.
+    """One backward pass of a step that reduces each.
 
-    Round j of w ranks holds micro-batches j w, j w + 1, ..., one on each rank.
+    valid: micro-batches are added in their order, and so many ranks have one: round j of w ranks holds micro-batches
+    j w, j w + 1, ..., one on each rank.  None: sums have no order.
     """
 
-    valid: int
+    valid: int | None
     first: bool
     last: bool
 
@@ -378,6 +379,7 @@ class Flat(Run):
         if self._sum is None:  # of the elements that this rank owns
             self._sum = torch.empty(self.numel // self.group.size, dtype=self.main_dtype, device=self.main.device)
         accumulator = self._sum
+        assert round.valid is not None
         if self.outer is not None:  # owners stand in the run by shard, then replica; ranks by replica, then shard
             sent, window = sent.view(self.inner.size, self.outer.size, -1).transpose(0, 1).reshape(-1), None
         added = add_parts(

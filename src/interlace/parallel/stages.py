@@ -157,7 +157,7 @@ class StagedParallel(DataParallel):
             unit.show()
 
     def reduce(self, stage: int, micro_batch: int | None) -> None:
-        """Starts summing the gradients of a stage over data ranks: of the step, or of one micro-batch, in its order."""
+        """Starts summing the gradients of a stage over data ranks: of the step, or of one micro-batch."""
         for unit in reversed(self._units_of(stage)):
             self._reduce_all(unit.trainable, micro_batch)
         if self._adds_uses_first and self._ends is not None and stage == self._ends[0]:
@@ -227,7 +227,9 @@ class StagedParallel(DataParallel):
 
     def _reduce_all(self, flats: Sequence[Flat], micro_batch: int | None) -> None:
         for flat in flats:
-            if micro_batch is None:
+            if flat in self._travelling:  # of the micro-batch before, after which no gradient came
+                self._deliver_run(flat)
+            if micro_batch is None or not self.leaves_in_step:
                 handle, last = super()._reduce(flat), True
             else:
                 round = Round.of(micro_batch, self.group.size, self.leaves_in_step)

@@ -32,7 +32,7 @@ from interlace.plan import context, exchange, fused, memory, overlap
 from interlace.plan.expert import held as held_experts
 from interlace.plan.memory import micro_batching
 from interlace.plan.planned import planned, with_transfers
-from interlace.plan.share import Share, is_hybrid, share
+from interlace.plan.share import Share, is_hybrid, reductions, share
 from interlace.plan.simulate import makespan
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of, table_of
 from interlace.plan.tensor import seconds as tensor_seconds
@@ -222,8 +222,8 @@ def _simulated(
 def _share(config: Config, rank: int, count: int) -> Share:
     """`share` of a rank that runs `count` micro-batches, without their table.
 
-    A pipeline sends weights and gradients once a step, gradients once a micro-batch where sums are fixed.  Gathers of
-    stages that take turns are not counted: `_unshard` prices them, where the table has them.
+    A pipeline sends weights once a step, and gradients as often as `reductions` says.  Gathers of stages that take
+    turns are not counted: `_unshard` prices them, where the table has them.
     """
     plan, batch = config.plan, config.train.global_batch
     if plan.pp == 1:
@@ -233,7 +233,10 @@ def _share(config: Config, rank: int, count: int) -> Share:
         found = share(config, rank, min(batch, plan.dp * (plan.micro_batch_size or 1)))
     else:
         found = share(replace(config, plan=replace(plan, micro_batches=1, micro_batch_size=0)), rank, batch)
-    times = {"reduce_scatter": count if fixed else 1, "all_gather": 0 if plan.unsharded else 1}
+    sums = reductions(config, batch)
+    times = {"reduce_scatter": sums, "all_gather": 0 if plan.unsharded else 1}
+    if not fixed and plan.zero == 0:
+        times["all_gather"] = sums  # the other half of an all-reduce
     weights = {
         axis: {name: nbytes * times.get(name, 1) for name, nbytes in found.along[axis].items()}
         for axis in (*DATA, "edp")
@@ -253,13 +256,14 @@ def _roughly(config: Config, cfg: ModelConfig, names: tuple[str, ...]) -> Share:
     if plan.unsharded and plan.unsharded < num_stages(plan) // plan.pp:  # they take turns
         gathers = 2 * count
     axis, ways = ("shard", plan.shard) if is_hybrid(merged) else ("dp", merged.dp)
-    moved, wire = whole * (ways - 1) / ways, 4 if count > 1 else itemsize
-    along = {axis: {"reduce_scatter": moved * (4 if plan.pp > 1 else wire), "all_gather": moved * itemsize * gathers}}
+    sums = reductions(config, config.train.global_batch)
+    moved, wire = whole * (ways - 1) / ways, sums * (itemsize if sums == count and plan.pp == 1 else 4)
+    along = {axis: {"reduce_scatter": moved * wire, "all_gather": moved * itemsize * gathers}}
     if plan.zero == 0:
         along["dp"] = {"all_reduce": 2 * moved * wire}
     if is_hybrid(merged):
         across = whole / plan.shard * (1 - plan.shard / merged.dp)
-        along["replica"] = {"reduce_scatter": across * (4 if plan.pp > 1 else wire), "all_gather": 4 * across}
+        along["replica"] = {"reduce_scatter": across * wire, "all_gather": 4 * across * sums}
     layers = len(names)
     keys = 2 * cfg.num_kv_heads * cfg.head_dim / plan.tp
     along["cp"] = {"all_to_all": 3 * layers * tokens / plan.cp * keys * itemsize * (plan.cp - 1)}
@@ -381,8 +385,8 @@ def _exposed(
     mesh = Mesh.of(plan)
     layers = max(1, len(units(cfg)) // plan.pp)
     found = {}
-    fixed = config.run.reproducible == "plan"
-    weights = _weights(plan, topology, mine, own, count, layers, first, hides, fixed)
+    rounds = reductions(replace(config, plan=plan), config.train.global_batch)
+    weights = _weights(plan, topology, mine, own, count, layers, first, hides, rounds)
     if weights:
         found["dp"] = weights
     if plan.tp > 1:
@@ -412,15 +416,14 @@ def _weights(
     layers: int,
     first: int,
     hides: bool,
-    fixed: bool,
+    rounds: int,
 ) -> float:
     """Gradients and weights of the data axis, those of experts among them; of hybrid sharding on the links of its
-    groups, and of the copies of one part."""
+    groups, and of the copies of one part.  rounds: how often gradients travel."""
     mesh = Mesh.of(context.as_data(plan))
     moved = {axis: Counter(mine.along.get(axis, {})) for axis in DATA}
     moved["dp"].update(mine.along.get("edp", {}))
     times = count if plan.zero == 3 and plan.pp == 1 else 1
-    rounds = count if fixed else 1  # gradients travel once a micro-batch
 
     def seconds(name: str, calls: int, *axes: str) -> float:
         return sum(

@@ -252,7 +252,7 @@ def _pipeline(config: Config, cfg: ModelConfig, plan: ParallelPlan) -> str | Non
         for what, asked, found in sizes:
             if asked != found:
                 return f"asks for {what}={asked}, found {what}={found} in {plan.schedule}"
-        if fault := contradiction(table, plan.zero, _is_fixed(config)):
+        if fault := contradiction(table, plan, _is_fixed(config)):
             return f"asks for schedule={plan.schedule}, which {fault}"
         if plan.unsharded and any(action.kind in ZERO for row in table.rows for action in row):
             return f"asks for unsharded={plan.unsharded}, found gathers in {plan.schedule}"
@@ -349,6 +349,8 @@ def _candidates(config: Config, world: int, available_axes: Sequence[str]) -> It
         for mesh, zero, recompute, (count, size) in product(meshes, range(4), RECOMPUTE, _batchings(config, dp)):
             found = replace(mesh, zero=zero, recompute=recompute, micro_batches=count, micro_batch_size=size)
             yield found
+            if zero >= 2 if pp == 1 else mesh.schedule not in FORMS:  # where it spares memory, or a file says so
+                yield replace(found, reduce="step" if asked.reduce == "micro_batch" else "micro_batch")
             if pp > 1 and zero == 3:
                 yield from (replace(found, unsharded=number) for number in {1, asked.unsharded or 1})
 

@@ -11,11 +11,12 @@ or shard; for experts those of them that hold the same), c bytes per element in 
     *  none in fp32, where the main weights compute
     ** 4 n/w + units when one pass in bf16 is reduced by itself
 
-"+ units" are three whole units (two that travel, one that is written), or all of them while gradients add up over
-micro-batches, since they are reduced once a step.  A reduction that travels holds a second buffer of its unit.  Whole
-units are in the dtype in which gradients travel; where peers read them (`collectives.window`) their memory stays.
-Buffers of gradients come as backward needs them and go when the optimizer has read them.  So three moments may be the
-worst: the end of forward, when activations and the work of the loss are there; the beginning of backward; its end.
+"+ units" are three whole units (two that travel, one that is written); all of them while gradients add up over
+micro-batches and are reduced once a step; and those of a stage of a pipeline until it reduces them.  A reduction that
+travels holds a second buffer of its unit.  Whole units are in the dtype in which gradients travel; where peers read
+them (`collectives.window`) their memory stays.  Buffers of gradients come as backward needs them and go when the
+optimizer has read them.  So three moments may be the worst: the end of forward, when activations and the work of the
+loss are there; the beginning of backward; its end.
 
 Activations are counted in `plan.activations`; logits are a piece of rows, its fp32 work, and the gradients of hidden
 states and output weight that the loss makes in forward.  Fused products of tp hold symmetric memory, an arena for each
@@ -126,8 +127,8 @@ def _rank(config: Config, plan: ParallelPlan, device: str, rank: int, ways: over
     held = sum(run.held(plan.zero) for run in runs)
     whole_step = plan.pp > 1  # under ZeRO-3 a stage stays whole while it has micro-batches, or makes room for others
     copied = sum(run.numel for run in runs if (run.is_split(plan.zero) or compute == 2) and not run.shares(plan.zero))
+    stages = [runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, part) for _, part in own] if whole_step else []
     if whole_step:
-        stages = (runs_of(cfg, merged.dp, plan.shard, plan.tp, plan.ep, part) for _, part in own)
         shared = sorted((sum(run.numel for run in stage if run.shares(plan.zero)) for stage in stages), reverse=True)
         copied += sum(shared[: plan.unsharded or None])
     state = {"adamw": 8, "sgd": 4 if config.train.momentum else 0}[config.train.optimizer]
@@ -135,11 +136,12 @@ def _rank(config: Config, plan: ParallelPlan, device: str, rank: int, ways: over
     activations = held_activations(config, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
-    lent = 0 if plan.tp > 1 or config.run.reproducible == "plan" else _windows(config, merged, runs, device)
+    lends = plan.tp == 1 and config.run.reproducible != "plan" and not _reduces_each(plan, count)
+    lent = _windows(config, merged, runs, device) if lends else 0
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
         logits += tokens * cfg.hidden_size * compute  # the rows of all ranks, gathered
-    moments = _moments(config, merged, runs, device, activations, logits, layers, rows(tokens, plan))
+    moments = _moments(config, merged, runs, stages, device, activations, logits, layers, rows(tokens, plan))
     gradients, activations, logits, transfer = max(moments, key=sum)
     return Memory(
         parameters=4 * held + compute * copied + 4 * sum(b.numel for b in buffers(cfg) if b.unit in names),
@@ -198,6 +200,7 @@ def _moments(
     config: Config,
     plan: ParallelPlan,
     runs: Sequence[_Run],
+    stages: Sequence[Sequence[_Run]],
     device: str,
     activations: int,
     logits: int,
@@ -205,29 +208,37 @@ def _moments(
     tokens: int,
 ) -> Iterator[tuple[int, int, int, int]]:
     """(gradients, activations, logits, transfer) when the last forward pass of a step ends, when its backward begins,
-    and when that ends."""
+    and when that ends.  stages: those of a pipeline, whose gradients are whole until the stage is reduced."""
     cfg = config.model_config()
     compute = config.train.itemsize
     count, _ = micro_batching(config, plan)
     fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
-    narrow = config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and (fixed or count == 1)
+    each = _reduces_each(plan, count) and not fixed
+    narrow = config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and (fixed or each or count == 1)
     size = compute if narrow else 4
     whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
     sums = 4 * sum(run.numel // plan.dp for run in runs if run.ways > 1) if fixed else 0
     windows = _windows(config, plan, runs, device)
     some = windows if windows and narrow else size * _adjacent(runs, 3)
+    if stages and (fixed or each):
+        some = max(some, size * max(sum(run.numel for run in stage) for stage in stages))
     stays = windows
+    in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
     if count > 1:
-        stays += sums if fixed and plan.dp > 1 else whole
+        stays += sums if fixed and plan.dp > 1 else shards if each and not in_place else whole
     received = size * _adjacent([run for run in runs if run.ways > 1], 2)
     largest = compute * max(run.largest for run in runs)  # a gradient as autograd made it
     yield stays, activations, logits, 0
     kept = compute * (tokens + math.ceil(cfg.vocab_size / plan.tp)) * cfg.hidden_size if logits else 0
-    there = (windows and narrow) or (count > 1 and not fixed)  # room for what is written now
+    there = (windows and narrow) or (count > 1 and not fixed and (in_place or not each))  # room for what is written now
     yield stays + (0 if there else some) + largest, activations, kept, received
-    in_place = plan.zero == 0 or (plan.zero == 1 and not narrow and not (fixed and not hybrid))
     last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
     yield last + some + largest, activations // max(1, layers), 0, received
+
+
+def _reduces_each(plan: ParallelPlan, count: int) -> bool:
+    """Whether gradients travel after each of several micro-batches."""
+    return plan.reduce == "micro_batch" and count > 1
 
 
 def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:

@@ -2,10 +2,10 @@
 
 Every mesh that the model and the batch allow is tried, with the schedules of pipelines and micro-batches by powers of
 two; what could run and is left out all the same, `_unwise` says.  Of ZeRO 1 to 3 and the policies of recompute the
-first that fits counts, since each costs more time than the one before: no recompute with ZeRO 1, 2, 3, then selective,
-then full; once over all data ranks and, where these are of several machines, once within each machine (hybrid).
-`fit` refuses what does not divide, `memory` what does not fit, `cost` prices the rest: all of them by formulae, the
-best ones again with their pipeline's table.
+first that fits counts, since each costs more time than the one before: no recompute with ZeRO 1, 2, 3, of which 2 and
+3 also with gradients that travel after each micro-batch, then selective, then full; once over all data ranks and, where
+these are of several machines, once within each machine (hybrid).  `fit` refuses what does not divide, `memory` what
+does not fit, `cost` prices the rest: all of them by formulae, the best ones again with their pipeline's table.
 """
 
 from __future__ import annotations
@@ -220,6 +220,8 @@ def _states(layout: ParallelPlan, held: Collection[str]) -> Iterator[ParallelPla
     for policy in (layout.recompute,) if "recompute" in held else RECOMPUTE:
         for zero in stages:
             yield replace(layout, zero=zero, recompute=policy)
+            if zero >= 2 and layout.pp == 1 and layout.micro_batches > 1 and "reduce" not in held:
+                yield replace(layout, zero=zero, recompute=policy, reduce="micro_batch")
 
 
 def _inside(plan: ParallelPlan, domain: int) -> int:

@@ -130,12 +130,18 @@ def held_units(config: Config, rank: int) -> tuple[str, ...]:
     return tuple(unit for home, part in zip(placement_of(plan), cut, strict=True) if home == place for unit in part)
 
 
+def reductions(config: Config, batch: int) -> int:
+    """How often a step sums gradients over data ranks: once, or after each micro-batch."""
+    fixed = config.run.reproducible == "plan"
+    each = fixed or config.plan.reduce == "micro_batch"
+    return micro_batch_count(config.plan, batch, fixed) if each else 1
+
+
 def travels_narrow(config: Config, batch: int) -> bool:
     """Whether gradients travel in the dtype in which they arise, bf16: nothing is added up before."""
-    if config.plan.pp > 1:
+    if config.plan.pp > 1 or config.train.precision != "bf16":
         return False
-    fixed = config.run.reproducible == "plan"
-    return config.train.precision == "bf16" and (fixed or micro_batch_count(config.plan, batch) == 1)
+    return reductions(config, batch) == micro_batch_count(config.plan, batch, config.run.reproducible == "plan")
 
 
 def share(
@@ -191,7 +197,7 @@ def share(
         along["tp"] = Counter(tensor.sent(cfg, plan, place, counts, length, compute, held_here))
         if ways is not None:
             overlap.beyond(overlapped(given, rank, batch), ways, compute, plan.tp, place, along["tp"])
-        along["tp"].update(_paid(plan, mesh, rank, found))
+        along["tp"].update(_paid(config, mesh, rank, batch, found))
         along["tp"]["all_gather"] += SCALARS * (plan.tp - 1)
     if plan.pp > 1:
         along["pp"] = Counter(_sent_between_stages(config, mesh, rank, batch, compute, found, counts, length))
@@ -342,9 +348,11 @@ def _sent_between_stages(
     return sent
 
 
-def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> Counter[str]:
-    """Bytes of gradients added up over the tensor axis: of what a rank holds, the ranges that several ranks hold."""
+def _paid(config: Config, mesh: Mesh, rank: int, batch: int, found: tuple[Run, ...]) -> Counter[str]:
+    """Bytes of gradients added up over the tensor axis, behind each sum over data ranks: of what a rank holds, the
+    ranges that several ranks hold."""
     paid: Counter[str] = Counter()
+    plan = config.plan
     axis = "shard" if is_hybrid(plan) else "dp"
     place, index = mesh.index(rank, "tp"), mesh.index(rank, axis)
     sequence = plan.sequence == "on"
@@ -357,9 +365,16 @@ def _paid(plan: ParallelPlan, mesh: Mesh, rank: int, found: tuple[Run, ...]) -> 
         ):
             ranges = [(offset, offset + tensor.slices(member, plan.tp).numel(0)) for member, offset in members]
             elements = min(ranges[-1][1], high) - max(ranges[0][0], low)
-            if holders > 1 and elements > 0:
+            for _ in range(_sums(config, mesh, batch, run) if holders > 1 and elements > 0 else 0):
                 paid.update(tensor.paid(elements, holders, place % holders))
     return paid
+
+
+def _sums(config: Config, mesh: Mesh, batch: int, run: Run) -> int:
+    """How often the gradients of a run are summed in a step."""
+    plan = config.plan
+    whole_step = plan.pp > 1 and run.unit == "root"  # read by two stages
+    return 1 if whole_step or (plan.pp == 1 and mesh.size("dp") == 1) else reductions(config, batch)
 
 
 def _gathered(found: tuple[Run, ...]) -> Iterator[int]:
@@ -388,7 +403,8 @@ def _sent(
     scalars: bytes of what is exchanged once a step.
     """
     plan = config.plan
-    wire = 2 if config.train.reduce_dtype == "bf16" or travels_narrow(config, batch) else FP32
+    narrow = travels_narrow(config, batch)
+    wire = 2 if config.train.reduce_dtype == "bf16" or narrow else FP32
     fixed = config.run.reproducible == "plan"
     count = micro_batch_count(plan, batch, fixed)
     if fixed:  # a loss a round, a square sum a chunk
@@ -424,13 +440,17 @@ def _sent(
             if plan.zero:
                 add(inner, False, run, whole, compute, 1)
             continue
+        often = _sums(config, mesh, batch, run)
         if fixed:
             add("dp", True, run, whole, wire, count)
         else:
-            add(inner, True, run, whole, wire, 1)
+            add(inner, True, run, whole, wire, often)
         if hybrid:
             if not fixed:
-                add("replica", True, run, shard, wire, 1)
-            add("replica", False, run, shard, FP32, 1)
-        add(inner, False, run, whole, FP32 if plan.zero == 0 else compute, times[run.unit])
+                add("replica", True, run, shard, FP32 if narrow else wire, often)  # sums of a shard are in fp32
+            add("replica", False, run, shard, FP32, 1 if fixed else often)
+        if plan.zero == 0:
+            add(inner, False, run, whole, FP32, 1 if fixed else often)
+        else:
+            add(inner, False, run, whole, compute, times[run.unit])
     return sent

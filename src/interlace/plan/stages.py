@@ -22,8 +22,8 @@ from interlace.spec import operations, units
 def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Table:
     """The lowered, valid table of a plan for so many micro-batches a replica.
 
-    fixed: gradients are summed micro-batch by micro-batch.  Errors: PlanError for a file that cannot run, is of another
-    number of ranks or of fewer micro-batches, or contradicts the plan (`contradiction`).
+    fixed: gradients are summed in the order of micro-batches.  Errors: PlanError for a file that cannot run, is of
+    another number of ranks or of fewer micro-batches, or contradicts the plan (`contradiction`).
     """
     if plan.schedule in FORMS:
         table = generate(plan.schedule, plan.pp, micro_batches, plan.chunks)
@@ -34,15 +34,19 @@ def table_of(plan: ParallelPlan, micro_batches: int, fixed: bool = False) -> Tab
         if table.micro_batches != micro_batches:
             validate(table)
             table = table.first(micro_batches)
-        if fault := contradiction(table, plan.zero, fixed):
+        if fault := contradiction(table, plan, fixed):
             raise PlanError(f"{table.where} {fault}")
     ahead = 0 if plan.overlap == "off" else 1
-    table = lower(table, plan.zero, keep=plan.unsharded or None, fixed=fixed, ahead=ahead)
+    table = lower(table, plan.zero, keep=plan.unsharded or None, each=_reduces_each(plan, fixed), ahead=ahead)
     validate(table)
     return table
 
 
-def contradiction(table: Table, zero: int, fixed: bool) -> str | None:
+def _reduces_each(plan: ParallelPlan, fixed: bool) -> bool:
+    return fixed or plan.reduce == "micro_batch"
+
+
+def contradiction(table: Table, plan: ParallelPlan, fixed: bool) -> str | None:
     """What the order of a file, or the ZeRO actions that it brings, gets wrong under a plan; None if nothing.
 
     The end of a sentence that begins with the file.  fixed: as in `table_of`.
@@ -50,7 +54,7 @@ def contradiction(table: Table, zero: int, fixed: bool) -> str | None:
     for row in table.rows:
         for stage in sorted({action.stage for action in row}):
             own = [action for action in row if action.stage == stage]
-            if found := (_disorder(own) if fixed else None) or _wrong_zero(own, zero, fixed):
+            if found := (_disorder(own) if fixed else None) or _wrong_zero(own, plan, fixed):
                 action, fault = found
                 place = table.cell(action)
                 return f"{fault} ({place})" if place else fault
@@ -70,14 +74,15 @@ def _disorder(actions: Sequence[Action]) -> tuple[Action, str] | None:
     return None
 
 
-def _wrong_zero(actions: Sequence[Action], zero: int, fixed: bool) -> tuple[Action, str] | None:
+def _wrong_zero(actions: Sequence[Action], plan: ParallelPlan, fixed: bool) -> tuple[Action, str] | None:
     """ZeRO actions of a stage, where the file brings any, that do not do what the plan says."""
     for action in actions:
-        if action.kind is Kind.REDUCE and (action.micro_batch is not None) != fixed:
-            asked = 'run.reproducible = "plan" reduces every micro-batch' if fixed else "a plan reduces once a step"
-            return action, f"runs {action}, and {asked}"
+        if action.kind is Kind.REDUCE and (action.micro_batch is not None) != _reduces_each(plan, fixed):
+            asked = 'run.reproducible = "plan"' if fixed else f"reduce={plan.reduce}"
+            often = "every micro-batch" if _reduces_each(plan, fixed) else "once a step"
+            return action, f"runs {action}, and {asked} reduces {often}"
     whole = sum((action.kind is Kind.UNSHARD) - (action.kind is Kind.RESHARD) for action in actions)
-    if zero == 3 and whole:
+    if plan.zero == 3 and whole:
         last = next(action for action in reversed(actions) if action.kind is Kind.UNSHARD)
         return last, f"leaves stage {last.stage} whole with zero=3, without a RESHARD behind its last use"
     return None

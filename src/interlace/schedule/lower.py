@@ -6,7 +6,7 @@ in the order of the sends.  Nothing is sent between two stages of one rank.
 
 Weights of a stage are whole from its first forward to its last use: no gather repeats for a micro-batch.  Where memory
 asks for it, a rank has only `keep` stages whole at a time, and the one that it needs again last goes first (Belady).
-Weight gradients are reduced once, behind the last of the stage; `fixed`: behind each micro-batch, for a sum in order.
+Weight gradients are reduced once, behind the last of the stage; `each`: behind each micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ READS_WEIGHTS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT)
 MAKES_GRADIENTS = (Kind.BACKWARD, Kind.WEIGHT)
 
 
-def lower(table: Table, zero: int = 0, *, keep: int | None = None, fixed: bool = False, ahead: int = 1) -> Table:
+def lower(table: Table, zero: int = 0, *, keep: int | None = None, each: bool = False, ahead: int = 1) -> Table:
     """The whole table.  Sends and receives, or ZeRO actions, that it has already stay as they are.
 
     zero: 3 frees weights, every stage makes them whole and reduces.  keep: stages of a rank that may be whole at a
@@ -33,7 +33,7 @@ def lower(table: Table, zero: int = 0, *, keep: int | None = None, fixed: bool =
     if kinds.isdisjoint((*SENDS, *RECEIVES)):
         rows = [_with_transfers(table, rank, ahead) for rank in range(table.ranks)]
     if kinds.isdisjoint(ZERO):
-        rows = [_with_zero(row, keep if zero == 3 and keep else len(row), zero == 3, fixed) for row in rows]
+        rows = [_with_zero(row, keep if zero == 3 and keep else len(row), zero == 3, each) for row in rows]
     return replace(table, rows=tuple(map(tuple, rows)))
 
 
@@ -94,7 +94,7 @@ def _sends(table: Table, source: int, target: int) -> Iterator[Action]:
             yield sent
 
 
-def _with_zero(row: list[Action], keep: int, frees: bool, fixed: bool) -> list[Action]:
+def _with_zero(row: list[Action], keep: int, frees: bool, each: bool) -> list[Action]:
     """UNSHARD ahead of the computation before the first one that needs it, if there is room; else right before."""
     reads = [place for place, action in enumerate(row) if action.kind in READS_WEIGHTS]
     before: dict[int, list[Action]] = {}
@@ -119,8 +119,8 @@ def _with_zero(row: list[Action], keep: int, frees: bool, fixed: bool) -> list[A
     made = [place for place, action in enumerate(row) if action.kind in MAKES_GRADIENTS]
     final = {row[place].stage: place for place in made}
     for place in made:
-        if fixed or final[row[place].stage] == place:
-            micro_batch = row[place].micro_batch if fixed else None
+        if each or final[row[place].stage] == place:
+            micro_batch = row[place].micro_batch if each else None
             behind.setdefault(place, []).append(Action(row[place].stage, Kind.REDUCE, micro_batch))
     lowered: list[Action] = []
     owed: list[Action] = []

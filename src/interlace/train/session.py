@@ -172,6 +172,7 @@ def build(world: World, cfg: Config) -> Session:
         tensor=groups["tp"],
         experts=_same_experts(cfg, groups) if others is not None else None,
     )
+    model.reduces_each = cfg.plan.reduce == "micro_batch"
     if isinstance(model, StagedParallel):
         stages.attach(cfg, model_cfg, model, groups, meter)
     elif cfg.run.reproducible != "plan" and isinstance(decoder.head.vocabulary, Vocabulary):

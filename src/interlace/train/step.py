@@ -12,7 +12,7 @@ With `leaves`, every sum over micro-batches has a fixed order, the same whatever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +46,8 @@ class StepResult:
 def forward_backward(
     model: DataParallel, micro_batches: Sequence[Batch], host: Group, dropout_key: int = 0, leaves: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """Gradients of the step's loss into the leaves of `model`, reduced once, or with `leaves` once a micro-batch.
+    """Gradients of the step's loss into the leaves of `model`, reduced once, or once a micro-batch: with `leaves`, and
+    where the model says `reduces_each`.
 
     Returns this rank's part of the loss, fp64 [1] on the device ([micro-batches] with `leaves`), and the global number
     of valid labels.  Every rank passes as many micro-batches, in CPU memory; `host` joins all ranks that hold
@@ -66,8 +67,7 @@ def forward_backward(
     losses = []
     for number, batch in enumerate(micro_batches):
         begin_pass(model.module)
-        last = number == len(micro_batches) - 1
-        with model.round(number, leaves) if leaves else nullcontext() if last else model.no_sync():
+        with _summing(model, number, len(micro_batches), leaves):
             with meter.work("compute", f"0F{number}", device):
                 columns_T = None if batch.columns_T is None else batch.columns_T.to(device)
                 part, _ = model.run("loss", *batch.to(device), dropout_key=dropout_key, columns_T=columns_T)
@@ -83,6 +83,15 @@ def forward_backward(
             losses.append(part.detach().double())
     parts = torch.stack(losses)
     return parts if leaves else parts.sum(dim=0, keepdim=True), labels
+
+
+def _summing(model: DataParallel, number: int, count: int, leaves: int) -> AbstractContextManager[None]:
+    """How the gradients of pass `number` of `count` join those of the others and of other ranks."""
+    if leaves:
+        return model.round(number, leaves)
+    if model.reduces_each:
+        return model.reduced(number, count)
+    return nullcontext() if number == count - 1 else model.no_sync()
 
 
 def update(
