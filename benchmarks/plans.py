@@ -6,7 +6,9 @@ Each row is a session as `interlace train` builds it, on the default corpus, in 
 of the steps after the first two, of the slowest rank; waited: ms of it that compute stood for each axis, on the rank
 that stood longest; the peak is the largest rank's, windows included; the losses of the first three steps are alike for
 all plans of a model and its batch.  On four and more ranks the rows are the splits of 8b over dp, tp and cp, with as
-many sequences as ranks.  No peer runs: PyTorch's FSDP2 with tensor parallelism is in tensor_parallel.py (--data).
+many sequences as ranks; on one they are policies of recompute and experts, for their memory.  Beside the measured ms of
+a step stands what `plan/cost` computes for it on a GPU of that name.  No peer runs: PyTorch's FSDP2 with tensor
+parallelism is in tensor_parallel.py (--data).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from interlace.collectives.handle import between, now
 from interlace.config import load, loads
 from interlace.kernels import tune
 from interlace.launch import run_local
+from interlace.plan.cost import price
 from interlace.plan.memory import estimate
+from interlace.topology import Topology
 from interlace.train import session as sessions
 from interlace.train.step import train_step
 from interlace.world import World
@@ -53,6 +57,18 @@ ROWS: tuple[
 )
 
 Row = tuple[str, str, int, int, tuple[str, ...]]
+
+EXPERTS = ("model.num_experts=8", "model.experts_per_token=2", "model.expert_ffn_size=2048")
+ONE: tuple[Row, ...] = (
+    *(("1.2b", f"recompute={policy}", 4, 4096, COMPILED) for policy in ("none", "selective", "full")),
+    *(("1.2b", f"recompute={policy}", 4, 4096, ()) for policy in ("none", "selective", "full")),
+    ("1.2b", "recompute=full", 16, 4096, COMPILED),
+    ("1.2b", "recompute=none micro_batches=4", 8, 4096, COMPILED),
+    *(("1.2b", f"recompute={policy}", 4, 4096, (*COMPILED, *EXPERTS)) for policy in ("none", "selective", "full")),
+    ("1.2b", "recompute=none", 4, 4096, EXPERTS),
+    ("8b", "recompute=full", 2, 8192, (*COMPILED, "train.optimizer=sgd")),
+    ("8b", "recompute=selective", 1, 8192, (*COMPILED, "train.optimizer=sgd")),
+)
 
 
 def splits(ranks: int, model: str, length: int, settings: tuple[str, ...]) -> list[Row]:
@@ -125,18 +141,19 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     ranks = given.ranks or (torch.cuda.device_count() if on_gpu else 2)
     first, _, last = given.rows.partition(":")
-    of_two: Sequence[Row] = ROWS if on_gpu else SMALL
+    of_two: Sequence[Row] = (ONE if ranks == 1 else ROWS) if on_gpu else SMALL[: 4 if ranks > 1 else 1]
     wide = splits(ranks, "8b", 4096, COMPILED) if on_gpu else splits(ranks, "tiny", 64, ())
     chosen = (wide if ranks >= 4 else of_two)[int(first or 0) : int(last) if last else None]
     machine = torch.cuda.get_device_name() if on_gpu else "CPU"
+    topology = Topology.load("h200") if "H200" in machine else None
     lines = [
         f"# Steps of whole plans, {datetime.date.today()}, {ranks} x {machine}",
         "",
         f"torch {torch.__version__}, {given.steps} steps, `{' '.join(sys.argv)}`",
         "",
-        "| model | plan | sequences x length | settings | ms | waited ms | peak GiB | plan/memory GiB | off by % "
-        "| losses |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | plan | sequences x length | settings | ms | computed ms | waited ms | peak GiB | "
+        "plan/memory GiB | off by % | losses |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines), flush=True)
     for model, plan, sequences, length, settings in chosen:
@@ -155,11 +172,12 @@ def main() -> None:
         waits = sorted(_waited(rank["waited"][2:]) for rank in found)[-1][1]
         ways = tune.planned(machine, "bf16") if on_gpu else None
         peak, planned = max(rank["peak"] for rank in found), estimate(cfg, cfg.plan, device, ways=ways).total
+        computed = f"{1e3 * price(cfg, cfg.plan, topology).seconds:.1f}" if topology else "-"
         off = f"{100 * (planned / peak - 1):+.1f}" if peak else "-"
         said = " ".join(settings) or "-"
         lines.append(
-            f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {waits} | {peak / 2**30:.1f} | "
-            f"{planned / 2**30:.1f} | {off} | {', '.join(f'{loss:.4f}' for loss in found[0]['losses'])} |"
+            f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {computed} | {waits} | "
+            f"{peak / 2**30:.1f} | {planned / 2**30:.1f} | {off} | {', '.join(f'{loss:.4f}' for loss in found[0]['losses'])} |"
         )
         print(lines[-1], flush=True)
     if given.out:

@@ -94,8 +94,8 @@ def random_plans(
     """`count` different plans of 2 to `most` ranks that `check` lets pass, drawn at random; the same for the same seed.
 
     Fewer when there are no more.  Drawn are the axes at hand, ZeRO, its inner group, recompute, micro-batches by number
-    or by size, overlap, sequence, exchange, schedule, chunks, layers of a stage, how many are whole, and halves of
-    experts; transport is as in `config.plan`.
+    or by size, whether each is reduced, overlap, sequence, exchange, schedule, chunks, layers of a stage, how many are
+    whole, and halves of experts; transport is as in `config.plan`.
     """
     cfg, draw = config.model_config(), random.Random(seed)
     worlds = [mesh for world in range(2, most + 1) for mesh in meshes_of(world, available_axes)]
@@ -115,6 +115,7 @@ def random_plans(
             exchange=draw.choice(("auto", *EXCHANGES)) if cp > 1 else "auto",
             expert_halves=draw.choice(("on", "off")) if ep > 1 else "off",
             unsharded=draw.choice((0, 1)) if pp > 1 and zero == 3 else 0,
+            reduce=draw.choice(("step", "micro_batch")),
         )  # fmt: skip
         if refused(config, cfg, plan, plan.world, available_axes) is None:
             found.setdefault(plan)
