@@ -177,7 +177,8 @@ def main() -> None:
         said = " ".join(settings) or "-"
         lines.append(
             f"| {model} | {cfg.plan} | {sequences} x {length} | {said} | {ms:.1f} | {computed} | {waits} | "
-            f"{peak / 2**30:.1f} | {planned / 2**30:.1f} | {off} | {', '.join(f'{loss:.4f}' for loss in found[0]['losses'])} |"
+            f"{peak / 2**30:.1f} | {planned / 2**30:.1f} | {off} | "
+            f"{', '.join(f'{loss:.4f}' for loss in found[0]['losses'])} |"
         )
         print(lines[-1], flush=True)
     if given.out:
