@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import runs
 from interlace.models.decoder import Decoder, initialise
@@ -50,3 +51,22 @@ def test_gradients_are_equal_and_hooks_fire_once(overrides: list[str], tmp_path:
             torch.testing.assert_close(gradients[policy][name], gradient, rtol=0, atol=0, msg=f"{policy} {name}")
     different = decoder.loss(*batch.to(torch.device("cpu")), dropout_key=8)[0]
     assert different.item() != loss.item()  # dropout was on
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.timeout(300)  # the first that a C++ compiler is asked for on a machine takes it minutes
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_layers_share_one_graph(policy: str, tmp_path: Path) -> None:
+    """Of more layers than the compiler would compile one by one."""
+    cfg = runs.config(tmp_path, "dp=1", ["model.num_layers=10"])
+    assert cfg.model_config().num_layers > torch._dynamo.config.recompile_limit
+    batch = Dataset.open(cfg.data, 257, 0).sequences(0, [3, 1])
+    decoder = Decoder(cfg.model_config())
+    initialise(decoder, cfg.model_config(), seed=1)
+    torch._dynamo.reset()
+    counters.clear()
+    recompute.apply(decoder, policy, compiled=True)
+    loss, _ = decoder.loss(*batch.to(torch.device("cpu")))
+    loss.backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

@@ -14,7 +14,6 @@ its eight transfers took 11 ms of a slow host before (docs/notes/0021-graphs-of-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,8 @@ from interlace.models.attention import AttentionCore
 from interlace.models.decoder import Decoder
 from interlace.models.layers import Dropout
 from interlace.models.moe import MoE
+
+OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def apply(decoder: Decoder, policy: str, compiled: bool = False, replayed: bool = False) -> None:
@@ -41,7 +42,9 @@ def apply(decoder: Decoder, policy: str, compiled: bool = False, replayed: bool 
         if block is None:  # another stage's
             continue
         if policy == "selective":
-            _again(block.get_submodule("attention.core"))
+            core = block.get_submodule("attention.core")
+            kind: Any = type(core)
+            core.__class__ = _run_again(kind)
         if compiled:
             for module in block.modules():
                 if isinstance(module, Dropout | AttentionCore):
@@ -50,7 +53,7 @@ def apply(decoder: Decoder, policy: str, compiled: bool = False, replayed: bool 
                     module.tell = torch.compiler.disable(module.tell)  # type: ignore[method-assign]
             block.forward = torch.compile(block.forward, options=options)
         if policy == "full":
-            _again(block)
+            block.forward = functools.partial(checkpoint, block.forward, **OPTIONS)
 
 
 def begin_pass(module: nn.Module) -> None:
@@ -59,6 +62,16 @@ def begin_pass(module: nn.Module) -> None:
         torch.compiler.cudagraph_mark_step_begin()
 
 
-def _again(module: nn.Module) -> None:
-    forward: Callable[..., Any] = module.forward
-    module.forward = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+@functools.cache
+def _run_again(cls: Any) -> Any:
+    """`cls` whose forward pass runs again in backward.
+
+    A class, and no function of each module: the compiler would compile the block again for each layer, and give up
+    after eight.
+    """
+
+    class RunAgain(cls):  # type: ignore[misc]
+        def forward(self, *args: Any) -> Any:
+            return checkpoint(super().forward, *args, **OPTIONS)
+
+    return RunAgain
