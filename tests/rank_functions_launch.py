@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import interlace
-from interlace.collectives import all_reduce
+from interlace.collectives import Meter, all_gather, all_reduce
 from interlace.collectives.groups import make_groups
 from interlace.errors import CheckpointError, DataError, InterlaceError
 from interlace.launch import World, join, leave, told_to_end
@@ -60,6 +60,30 @@ def steps(world: World, count: int, fault: str = "", at: int = 3, pause: float =
             dist.all_reduce(torch.ones(1000))
         time.sleep(pause)
     return count
+
+
+def mismatched(world: World, fault: str) -> int:
+    """Transfers along all ranks; in step 1 some rank does something else."""
+    meter = Meter(world.waiting)
+    whole = make_groups(Mesh.parse(f"dp={world.size}"), world.rank, world.device, 60.0, meter)["dp"]
+    pairs = [dist.new_group([0, 1]) for _ in range(2)]
+    for step in range(3):
+        world.status(step, "forward")
+        all_gather(torch.ones(4), whole, name="gather of weights").wait()
+        if step == 1 and fault == "another operation" and world.rank == 2:
+            with world.waiting("broadcast of weights"):
+                dist.broadcast(torch.ones(4), 0)
+        if step == 1 and fault == "left out" and world.rank == 1:
+            continue
+        if step == 1 and fault == "asleep" and world.rank == 3:
+            world.status(operation="a long thought")
+            time.sleep(60)
+        if step == 1 and fault == "opposite order" and world.rank < 2:
+            for number in (0, 1) if world.rank == 0 else (1, 0):
+                with world.waiting(f"sum in group {number}"):
+                    dist.all_reduce(torch.ones(4), group=pairs[number])
+        all_gather(torch.ones(4), whole, name="gather of sizes").wait()
+    return step
 
 
 def misbehave(fault: str, world: World) -> None:

@@ -28,9 +28,10 @@ SHAPES = ((21, 24, 9), (1, 8, 16), (2, 40, 5), (19, 33, 17))  # M, N, K a rank
 AS_FP32 = ("push", "one-shot")
 
 
-def group_of(world: World) -> Group:
-    groups = make_groups(Mesh.parse(f"tp={world.size}"), world.rank, world.device, 60.0, Meter(world.waiting))
-    return groups["tp"]
+def group_of(world: World, mesh: str = "") -> Group:
+    """All ranks, or those of this one along the mesh's dp."""
+    parsed = Mesh.parse(mesh or f"tp={world.size}")
+    return make_groups(parsed, world.rank, world.device, 60.0, Meter(world.waiting))["dp" if mesh else "tp"]
 
 
 def seeded(shape: tuple[int, ...], seed: int, like: Group, dtype: torch.dtype) -> Tensor:

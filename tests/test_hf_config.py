@@ -27,6 +27,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 8}
+REST = "qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe"
 DOTS1 = {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
 EXPERTS = {"num_experts": 4, "expert_ffn_size": 8}
 BIASED = EXPERTS | {
@@ -153,6 +154,60 @@ def test_rope_scaling_survives_the_way_back(scaling: RopeScaling) -> None:
 # --- sliding window ------------------------------------------------------------------------------------------------
 
 
+def test_mistral() -> None:
+    """Llama's form with a window in every layer, also where the key is absent, unless it is null."""
+    mistral = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    mistral |= {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 8}
+    del mistral["num_key_value_heads"]
+    cfg = from_hf(mistral)
+    assert (cfg.num_kv_heads, cfg.max_positions, cfg.head_dim, cfg.norm_eps) == (8, 131072, 4, 1e-6)
+    assert (cfg.sliding_window, cfg.window_layers, cfg.rope_theta) == (4096, None, 1e4)
+    assert not any((cfg.qkv_bias, cfg.out_bias, cfg.mlp_bias, cfg.qk_norm, cfg.tie_embeddings))
+    assert from_hf(mistral | {"sliding_window": 7, "head_dim": 12}).head_dim == 12
+    assert from_hf(mistral | {"sliding_window": None}).sliding_window is None
+    for change in ({}, {"sliding_window": 7, "tie_word_embeddings": True}, {"sliding_window": None}):
+        made = from_hf(mistral | change)
+        written = to_hf(made)
+        assert written["model_type"] == ("llama" if made.sliding_window is None else "mistral")
+        assert from_hf(json.loads(json.dumps(written))) == made
+
+
+def test_qwen2() -> None:
+    """q, k and v have biases, whatever is said of them; windows from a layer on, where they are on."""
+    qwen2 = LLAMA | {"model_type": "qwen2"}
+    cfg = from_hf(qwen2 | {"attention_bias": False, "sliding_window": 7, "max_window_layers": 0})
+    assert (cfg.qkv_bias, cfg.out_bias, cfg.mlp_bias, cfg.qk_norm, cfg.sliding_window) == (
+        True,
+        False,
+        False,
+        False,
+        None,
+    )
+    assert (
+        from_hf({key: value for key, value in qwen2.items() if key != "max_position_embeddings"}).max_positions == 32768
+    )
+    windows = qwen2 | {"use_sliding_window": True}
+    assert from_hf(windows).sliding_window is None  # from layer 28 on, of which there are 3
+    last = from_hf(windows | {"num_hidden_layers": 30})
+    assert (last.sliding_window, last.window_layers) == (4096, (28, 29))
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    some = from_hf(windows | {"sliding_window": 7, "layer_types": types, "max_window_layers": 3})
+    assert (some.sliding_window, some.window_layers) == (7, (0, 2))
+    every = from_hf(windows | {"sliding_window": 7, "max_window_layers": 0, "tie_word_embeddings": True})
+    assert (every.sliding_window, every.window_layers, every.tie_embeddings) == (7, None, True)
+    for made in (cfg, last, some, every):
+        assert to_hf(made)["model_type"] == "qwen2"
+        assert from_hf(json.loads(json.dumps(to_hf(made)))) == made
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "dots1"])
+def test_heads_of_keys_where_they_are_left_out(kind: str) -> None:
+    """32 of them, as in transformers, and not as many as there are of queries."""
+    given = LLAMA | DOTS1 | {"model_type": kind, "num_attention_heads": 64, "head_dim": 8}
+    assert from_hf({key: value for key, value in given.items() if key != "num_key_value_heads"}).num_kv_heads == 32
+    assert from_hf(given | {"num_key_value_heads": None}).num_kv_heads == 64
+
+
 def test_windows_of_qwen3() -> None:
     assert from_hf(QWEN | {"sliding_window": 7}).sliding_window is None  # off without use_sliding_window
     on = from_hf(QWEN | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1})
@@ -208,9 +263,15 @@ def test_experts_by_their_other_name() -> None:
     [
         (
             {"model_type": "gpt2"},
-            'model_type must be one of llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe, found "gpt2"',
+            "model_type must be one of llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe, "
+            'found "gpt2": take a folder of one of these, since another type computes something else',
         ),
-        ({"model_type": "qwen2"}, "nearest is qwen3"),
+        *(
+            ({"model_type": other}, f'model_type must be one of llama, mistral, qwen2, {REST}, found "{other}"')
+            for other in ("phi3", "gemma", "gemma2", "gemma3_text", "olmo2", "qwen2_5_vl", "llama4", "mistral3")
+        ),
+        ({"model_type": ["llama"]}, 'found ["llama"]'),
+        ({"model_type": "qwen2", "use_mrope": True}, "use_mrope must be false or absent, found true"),
         ({"model_type": None}, "found null"),
         ({"hidden_act": "gelu"}, 'hidden_act must be "silu" or absent, found "gelu"'),
         ({"vocab_size": None}, "lacks vocab_size"),
@@ -362,8 +423,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     [
         ({"norm": "layernorm"}, "norm = layernorm"),
         ({"activation": "gelu"}, "activation = gelu"),
-        ({"qkv_bias": True}, "qkv_bias = true with out_bias = false"),
-        ({"sliding_window": 8}, "sliding_window = 8"),
+        ({"out_bias": True}, "llama, has no qkv_bias = false with out_bias = true"),
+        ({"qkv_bias": True, "mlp_bias": True}, "the nearest model type, qwen2, has no mlp_bias = true"),
+        ({"sliding_window": 8, "window_layers": (1,)}, "the nearest model type, mistral, has no window_layers"),
+        ({"sliding_window": 8, "qkv_bias": True, "out_bias": True}, "mistral, has no qkv_bias = true"),
         ({"attention_sinks": True}, "attention_sinks = true"),
         ({"qk_norm": True, "sliding_window": 8, "sink_tokens": 2}, "sink_tokens = 2"),
         ({"num_experts": 4, "expert_ffn_size": 8, "norm_topk": False}, "norm_topk = false"),

@@ -20,6 +20,7 @@ import pytest
 from clock import limit
 from interlace import world
 from interlace.errors import CheckpointError, ConfigError, DataError, Hang, InterlaceError, PeerLost, ResourceError
+from interlace.failure import names
 from interlace.launch import run_local
 from rank_functions_launch import free_port
 
@@ -303,6 +304,30 @@ def test_a_hang_names_the_odd_one_out(fault: str, head: str) -> None:
     assert operations == ["all_reduce(gradients)", places[fault], "all_reduce(gradients)"]
     assert all(row["step"] == 3 and 1.0 < row["seconds"] < 4.0 for row in error.details["ranks"])
     assert "  rank 0: at step 3 during all_reduce(gradients) for " in str(error)
+
+
+@pytest.mark.alone
+@pytest.mark.ranks
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("fault", "odd", "places"),
+    [
+        ("another operation", [2], {2: "at step 1 during broadcast of weights"}),
+        ("left out", [1], {1: "at step 2 during nothing: finished"}),  # one gather behind the others to the end
+        ("asleep", [3], {3: "at step 1 during a long thought"}),
+        ("opposite order", [0, 1], {0: "at step 1 during sum in group 0", 1: "at step 1 during sum in group 1"}),
+    ],
+)
+def test_a_mismatch_names_the_ranks_and_where_each_is(fault: str, odd: list[int], places: dict[int, str]) -> None:
+    with pytest.raises(Hang) as caught:
+        run_local(f"{FUNCTIONS}:mismatched", 4, {"fault": fault}, timeout=1.5)
+    assert caught.value.details["odd"] == odd
+    assert caught.value.exit_code == 4
+    head, *lines = str(caught.value).splitlines()
+    assert head.startswith(f"{names(odd)} did not come where {names([r for r in range(4) if r not in odd])} waited")
+    elsewhere = "at step 2 during gather of sizes" if fault == "left out" else "at step 1 during gather of sizes"
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"  rank {rank}: {places.get(rank, elsewhere)} for "), line
 
 
 @pytest.mark.alone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,12 +21,17 @@ SMALL = Tile(16, 16, 16, 2, 4, 2)
 SHAPES = ((19, 24, 9), (3, 8, 16))  # M, N, K a rank; three rows: on eight ranks most have none
 
 
-def values(world: World, tile: Tile | None = SMALL, scale: int = 1) -> list[str]:
+def values(
+    world: World, tile: Tile | None = SMALL, scale: int = 1, mesh: str = "", members: Collection[int] = ()
+) -> list[str]:
     """Each way twice on each shape against the sum or the whole product in fp32: right, and the same bits; its names.
 
-    scale: times the shapes.
+    scale: times the shapes.  mesh: the group is along its dp.  members: the ranks that do it, () = all.
     """
-    group, done = group_of(world), []
+    group, done = group_of(world, mesh), list[str]()
+    assert not mesh or group.ranks in ((0, 2), (1, 3)), group.ranks
+    if members and world.rank not in members:
+        return done
     for op in OPS:
         for name, candidate in candidates(op).items():
             for M, N, K in SHAPES:
@@ -58,9 +65,9 @@ def one(
     return out, sum((a @ b.t() for a, b in every), torch.zeros(M, N, device=group.device))[kept]
 
 
-def gradients(world: World, pairs: list[tuple[str, str]], scale: int = 1) -> int:
+def gradients(world: World, pairs: list[tuple[str, str]], scale: int = 1, mesh: str = "") -> int:
     """`gather_matmul` of two weights, whose features ranks split unevenly, against the whole product on this rank."""
-    group, count, D = group_of(world), 19 * scale, 12 * scale
+    group, count, D = group_of(world, mesh), 19 * scale, 12 * scale
     sizes, rows = (13 * scale, 9 * scale), slice(*split(count, group.size, group.rank))
     for forward, backward in pairs:
         x = seeded((count, D), 1, group, torch.float32).requires_grad_()

@@ -145,11 +145,11 @@ def hang(places: Mapping[int, Position], limit: float, stopped: Sequence[int] = 
 
 
 def _minority(waits: Mapping[int, Position]) -> list[int]:
-    """The ranks that wait in another operation, or at another count of waits, than more than half of all."""
+    """The ranks that wait in another operation, or at another count of waits, than half of all or more."""
     for feature in ("operation", "waits"):
         values = {rank: getattr(at, feature) for rank, at in waits.items()}
-        common, count = Counter(values.values()).most_common(1)[0]
-        if 2 * count <= len(waits):
+        (common, count), *others = Counter(values.values()).most_common(2)
+        if 2 * count < len(waits) or any(other == count for _, other in others):
             return []
         if count < len(waits):
             return [rank for rank, value in values.items() if value != common]

@@ -1,4 +1,5 @@
-"""Hugging Face `config.json` <-> ModelConfig: llama, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1 and glm4_moe.
+"""Hugging Face `config.json` <-> ModelConfig: llama, mistral, qwen2 and qwen3, and with experts mixtral, qwen2_moe,
+qwen3_moe, dots1 and glm4_moe.
 
 dots1 and glm4_moe have the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on attention that this
 decoder does.  Dense layers among layers of experts are the first so many there (`first_k_dense_replace`), any in the
@@ -16,17 +17,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.errors import ConfigError, nearest
+from interlace.errors import ConfigError
 from interlace.hf_rotary import integer, partial, rope, table_of
 from interlace.model_config import ModelConfig
 
-MODEL_TYPES = ("llama", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
-QWEN = ("qwen3", "qwen2_moe", "qwen3_moe")
-PER_LAYER = ("qwen3", "qwen2_moe", "dots1")  # whose layers have windows of their own
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+PER_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1")  # whose layers have windows of their own
 BIASED = ("dots1", "glm4_moe")  # with the router of DeepSeek-V3
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # known, and refused for their attention
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -38,7 +42,13 @@ ARCHITECTURES = {
 # Absent key -> value, where the model types differ from one another.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
-    "qwen3": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "head_dim": 128},
+    "mistral": {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "num_key_value_heads": 32, "head_dim": 128},
     "mixtral": {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -56,7 +66,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
-    "dots1": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "moe_intermediate_size": 1408},
+    "dots1": {
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 32,
+        "moe_intermediate_size": 1408,
+    },
     "glm4_moe": {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -139,10 +154,9 @@ def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfi
             "like its own are read from model_type dots1"
         )
     if kind not in MODEL_TYPES:
-        near = nearest(str(kind), MODEL_TYPES)
         raise ConfigError(
-            f"{where}: model_type must be one of {', '.join(MODEL_TYPES)}, found {json.dumps(kind)}"
-            + (f"; nearest is {near}" if near else "")
+            f"{where}: model_type must be one of {', '.join(MODEL_TYPES)}, found {json.dumps(kind)}: take a folder of "
+            "one of these, since another type computes something else, also where its name is near"
         )
     given = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None or key in NULL}
     required: tuple[str, ...] = (
@@ -168,6 +182,7 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
         ("router_jitter_noise", (0, 0.0)),
         ("is_causal", (True,)),
         ("use_bidirectional_attention", (False,)),
+        ("use_mrope", (False,)),
         ("quantization_config", ({},)),
     ):
         if key in given and given[key] not in allowed:
@@ -196,9 +211,11 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if kind == "qwen2_moe":
         dims["qkv_bias"] = given.get("qkv_bias", True)
+    elif kind == "qwen2":
+        dims["qkv_bias"] = True
     elif kind == "glm4_moe":
         dims["qkv_bias"] = given.get("attention_bias", False)
-    elif kind != "mixtral":
+    elif kind not in ("mistral", "mixtral"):
         dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
     if kind == "llama":
         dims["mlp_bias"] = given.get("mlp_bias", False)
@@ -209,10 +226,12 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         dims["qk_norm"] = given.get("use_qk_norm", False)
     if kind in BIASED:
         dims |= _biased_experts(given)
-    elif kind not in ("llama", "qwen3"):
+    elif kind not in DENSE:
         dims |= _experts(kind, given)
     if dims.get("num_experts") == 0:
-        raise ConfigError(f"{where}: model_type {kind} needs at least 1 expert, found 0; one without is llama or qwen3")
+        raise ConfigError(
+            f"{where}: model_type {kind} needs at least 1 expert, found 0; one without is {', '.join(DENSE)}"
+        )
     if "num_experts" in dims:
         dims["dense_layers"] = _dense_layers(kind, given, where)
     return dims | rope(kind, given, where, dims["head_dim"])
@@ -279,21 +298,21 @@ def _dense_layers(kind: str, given: Mapping[str, Any], where: str) -> tuple[int,
 
 
 def _window(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Sliding window: mixtral by its size alone, qwen types behind `use_sliding_window`, per layer in qwen3 and dots1,
-    and by layer types alone in qwen2_moe.
+    """Sliding window: mistral and mixtral by its size alone, qwen types behind `use_sliding_window`, per layer in
+    qwen2, qwen3 and dots1, and by layer types alone in qwen2_moe.
 
-    In `transformers` other types than these three never look at layer types: where they say otherwise than the window,
+    In `transformers` other types than these four never look at layer types: where they say otherwise than the window,
     nobody knows what the weights were trained with.
     """
-    is_on = kind in ("mixtral", "dots1") or (kind in QWEN and given.get("use_sliding_window", False))
+    is_on = kind in ("mistral", "mixtral", "dots1") or (kind in QWEN and given.get("use_sliding_window", False))
     size = given.get("sliding_window", None if kind == "mixtral" else 4096) if is_on else None
     layers, count = given.get("layer_types"), given["num_hidden_layers"]
     if layers is None:
         if size is not None and kind == "qwen2_moe":
             raise ConfigError(f"{where}: use_sliding_window of model_type qwen2_moe needs layer_types, found none")
-        if size is None or kind not in ("qwen3", "dots1") or not isinstance(count, int):
+        if size is None or kind not in ("qwen2", "qwen3", "dots1") or not isinstance(count, int):
             return {"sliding_window": size}
-        first = given.get("max_window_layers", 28 if kind == "qwen3" else 62)
+        first = given.get("max_window_layers", 62 if kind == "dots1" else 28)
         windowed = tuple(range(first, count))
     else:
         windowed = _windowed(layers, count, where)
@@ -352,15 +371,17 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if kind not in ("mixtral", "qwen2_moe"):
+    if kind not in ("mistral", "mixtral", "qwen2", "qwen2_moe"):
         config["attention_bias"] = cfg.qkv_bias
     if kind == "llama":
         config["mlp_bias"] = cfg.mlp_bias
     if kind == "mixtral":
-        config |= {"num_local_experts": cfg.num_experts, "sliding_window": cfg.sliding_window}
-    if kind in ("qwen3", "qwen2_moe", "qwen3_moe", "dots1"):
+        config["num_local_experts"] = cfg.num_experts
+    if kind in ("mistral", "mixtral"):
+        config["sliding_window"] = cfg.sliding_window
+    if kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1"):
         config |= {"use_sliding_window": cfg.sliding_window is not None, "sliding_window": cfg.sliding_window}
-    if kind in ("qwen3", "qwen2_moe", "dots1"):
+    if kind in PER_LAYER:
         windowed = [cfg.window(layer) is not None for layer in range(cfg.num_layers)]
         config["max_window_layers"] = windowed.index(True) if any(windowed) else cfg.num_layers
         config["layer_types"] = ["sliding_attention" if on else "full_attention" for on in windowed]
@@ -400,7 +421,11 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
 def nearest_type(cfg: ModelConfig) -> str:
     """The model type whose names the weights of `cfg` take."""
     if not cfg.num_experts:
-        return "qwen3" if cfg.qk_norm else "llama"
+        if cfg.qk_norm:
+            return "qwen3"
+        if cfg.qkv_bias and not cfg.out_bias:
+            return "qwen2"
+        return "llama" if cfg.sliding_window is None else "mistral"
     if cfg.router_scores == "sigmoid" or cfg.router_bias or cfg.router_groups > 1:
         is_glm = cfg.rotary_dim > 0 or not cfg.qk_norm or (cfg.qkv_bias and not cfg.out_bias)
         return "glm4_moe" if is_glm and cfg.sliding_window is None else "dots1"
@@ -437,14 +462,13 @@ def _model_type(cfg: ModelConfig) -> str:
         (cfg.norm != "rmsnorm", f"norm = {cfg.norm}"),
         (cfg.activation != "swiglu", f"activation = {cfg.activation}"),
         (
-            kind not in ("qwen2_moe", "glm4_moe") and cfg.qkv_bias != cfg.out_bias,
+            kind not in ("qwen2", "qwen2_moe", "glm4_moe") and cfg.qkv_bias != cfg.out_bias,
             f"qkv_bias = {cfg.qkv_bias} with out_bias = {cfg.out_bias}",
         ),
-        (kind == "mixtral" and cfg.qkv_bias, "qkv_bias = True"),
+        (kind in ("mistral", "mixtral") and cfg.qkv_bias, "qkv_bias = True"),
         (kind == "mixtral" and not cfg.norm_topk, "norm_topk = False"),
         (kind != "llama" and cfg.mlp_bias, "mlp_bias = True"),
-        (kind == "llama" and cfg.sliding_window is not None, f"sliding_window = {cfg.sliding_window}"),
-        (kind in ("mixtral", "qwen3_moe") and cfg.window_layers is not None, "window_layers"),
+        (kind in ("mistral", "mixtral", "qwen3_moe") and cfg.window_layers is not None, "window_layers"),
         (cfg.attention_sinks, "attention_sinks = True"),
         (cfg.sink_tokens > 0, f"sink_tokens = {cfg.sink_tokens}"),
     )

@@ -71,6 +71,23 @@ KINDS = {
         "llama",
         {"rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 1.2, "mscale_all_dim": 0.7, "truncate": False}},
     ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window, tied": ("mistral", {"sliding_window": 5, "tie_word_embeddings": True}),
+    "mistral, one head of keys, yarn": (
+        "mistral",
+        {"num_key_value_heads": 1, "head_dim": 6, "rope_parameters": YARN | {"rope_theta": 1e6}, "sliding_window": 100},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied, yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}}),
+    "qwen2, window in the last layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2, window in every layer": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "num_key_value_heads": 4},
+    ),
+    "qwen2, window off": ("qwen2", {"sliding_window": 5, "max_window_layers": 0}),
     "qwen3": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen3, tied, yarn": ("qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e4}}),
     "qwen3, window": ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),

@@ -77,7 +77,7 @@ def test_one_process_without_groups() -> None:
             SymmetricHeap(**options)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_examples_between_processes(ranks: int, run_ranks: Callable[..., list[Any]]) -> None:
     assert len(NAMES) == 8
     assert run_ranks(f"{RANKS}:examples", ranks, {"names": NAMES}) == [8] * ranks

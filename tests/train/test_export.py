@@ -51,7 +51,17 @@ def save_run(out: Path, cfg: Config, change: dict[str, torch.Tensor | None] | No
     return model
 
 
-@pytest.mark.parametrize("more", ["", QWEN3, "qkv_bias = true\nout_bias = true\nmlp_bias = true\n"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        QWEN3,
+        "qkv_bias = true\nout_bias = true\nmlp_bias = true\n",
+        "qkv_bias = true\ntie_embeddings = true\n",
+        "sliding_window = 5\n",
+        "qkv_bias = true\nsliding_window = 5\nwindow_layers = [1]\n",
+    ],
+)
 def test_transformers_computes_the_same_logits(tmp_path: Path, more: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = save_run(tmp_path / "run", run_config(more))
@@ -101,8 +111,8 @@ def test_the_runs_tokenizer_goes_along(tmp_path: Path) -> None:
     [
         ('norm = "layernorm"\n', "llama, has no norm = layernorm"),
         ('activation = "gelu"\n', "llama, has no activation = gelu"),
-        ("qkv_bias = true\n", "llama, has no qkv_bias = true with out_bias = false"),
-        ("sliding_window = 8\n", "llama, has no sliding_window = 8"),
+        ("out_bias = true\n", "llama, has no qkv_bias = false with out_bias = true"),
+        ("sliding_window = 8\nwindow_layers = [1]\n", "mistral, has no window_layers"),
         ("qk_norm = true\nmlp_bias = true\n", "qwen3, has no mlp_bias = true"),
     ],
 )

@@ -167,6 +167,30 @@ def test_every_stage_names_the_first_gradient_that_is_no_number(run_ranks: Run, 
     assert "and the gradient norm nan, in the gradient of " in first
 
 
+def test_fewer_micro_batches_than_stages(run_ranks: Run, tmp_path: Path) -> None:
+    """Every schedule, with less to do than would fill it (pytorch/torchtitan#775: 1f1b hung)."""
+    schedules = ("gpipe", "1f1b", "interleaved chunks=2", "zb-h1", "zbv", "v-half", "dualpipev")
+    plans = [f"pp=4 schedule={schedule} micro_batches={count}" for schedule in schedules for count in (1, 2, 3)]
+    jobs = [(runs.config(tmp_path, plan, ["model.num_layers=8"]), "none") for plan in plans]
+    for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
+        assert report.passed, f"{cfg.plan}\n{explain(report)}"
+
+
+def test_ranks_without_a_loss_log_the_loss_of_all(run_ranks: Run, tmp_path: Path) -> None:
+    """One row a step, that of one process, also where a stage has no loss (huggingface/nanotron#405)."""
+    plans = ("dp=2 pp=2 zero=1", "dp=2 pp=2 schedule=zbv micro_batches=2", "pp=4 micro_batches=3", "tp=2 pp=2")
+    cfgs = [runs.config(tmp_path, plan, ["model.num_layers=4"], out=f"run-{i}") for i, plan in enumerate(plans)]
+    run_ranks(f"{FUNCTIONS}:train_all", 4, {"jobs": [{"config": cfg.to_toml()} for cfg in cfgs]})
+    alone = runs.config(tmp_path, "dp=1", ["model.num_layers=4"], out="alone")
+    loop.run(runs.alone(), alone.to_toml())
+    for cfg in cfgs:
+        rows = runs.metrics(cfg)
+        assert [row["step"] for row in rows] == [1, 2, 3], cfg.plan
+        assert [row["loss"] for row in rows] == pytest.approx(runs.losses(alone), rel=1e-5), cfg.plan
+        text = (Path(cfg.run.out) / "metrics.jsonl").read_text()
+        assert "NaN" not in text, cfg.plan
+
+
 def test_the_norm_counts_every_element_once(run_ranks: Run, tmp_path: Path) -> None:
     plans = [
         ("dp=2 pp=2 zero=1", TIED),

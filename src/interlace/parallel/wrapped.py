@@ -358,6 +358,10 @@ class Wrapped(nn.Module):
     def _windows(self) -> list[Window]:
         return windows_of(slot for flat in self.flats for slot in (flat.slot, flat.outbox))
 
+    def own_windows(self) -> list[torch.Tensor]:
+        """The memory of this rank that peers read, a tensor a window; several lie in one storage."""
+        return [window.own for window in self._windows]
+
     def peer_tensors(self) -> list[torch.Tensor]:
         """What this rank sees of its peers' memory."""
         own = {window: window.peers[window.group.rank] for window in self._windows}
