@@ -249,7 +249,7 @@ def late_peer(world: World) -> dict[str, Any]:
     entered: Counter[str] = Counter()
 
     class Waiting:
-        def __init__(self, name: str) -> None:
+        def __init__(self, name: str, detail: str) -> None:
             names.append(name)
             self.name = name
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import interlace
-from interlace.collectives import Meter, all_gather, all_reduce
+from interlace.collectives import Meter, all_gather, all_reduce, broadcast
 from interlace.collectives.groups import make_groups
 from interlace.errors import CheckpointError, DataError, InterlaceError
 from interlace.launch import World, join, leave, told_to_end
@@ -71,8 +71,7 @@ def mismatched(world: World, fault: str) -> int:
         world.status(step, "forward")
         all_gather(torch.ones(4), whole, name="gather of weights").wait()
         if step == 1 and fault == "another operation" and world.rank == 2:
-            with world.waiting("broadcast of weights"):
-                dist.broadcast(torch.ones(4), 0)
+            broadcast(torch.ones(2, 3).half(), whole, name="broadcast of weights").wait()
         if step == 1 and fault == "left out" and world.rank == 1:
             continue
         if step == 1 and fault == "asleep" and world.rank == 3:

@@ -26,13 +26,17 @@ _NO_MEMORY = re.compile(r"can't allocate memory|out of memory", re.I)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is: its step, operation, since when (monotonic seconds), whether that is a wait, waits so far."""
+    """Where a rank is: its step, operation, since when (monotonic seconds), whether that is a wait, waits so far.
+
+    detail: of a wait, which transfer of its group it is for, what this rank gives to it, and the line of the source.
+    """
 
     step: int | None = None
     operation: str = ""
     since: float = 0.0
     waiting: bool = False
     waits: int = 0
+    detail: str = ""
 
     def where(self) -> str:
         """As a phrase: "at step 12 during all_gather(blocks.3)"."""
@@ -54,6 +58,7 @@ class Failure:
     classes: list[str] = field(default_factory=list)  # of an InterlaceError, most special first
     details: dict[str, Any] = field(default_factory=dict)
     traceback: str = ""
+    detail: str = ""  # of its position
 
 
 def _kind(error: BaseException | None) -> str:
@@ -83,7 +88,17 @@ def describe(error: Exception, rank: int, at: Position) -> Failure:
         classes = ["ResourceError"]
     trace = "".join(traceback.format_exception(error))
     return Failure(
-        rank, _kind(error), time.monotonic(), message, at.step, at.operation, at.since, classes, details, trace
+        rank,
+        _kind(error),
+        time.monotonic(),
+        message,
+        at.step,
+        at.operation,
+        at.since,
+        classes,
+        details,
+        trace,
+        at.detail,
     )
 
 
@@ -137,8 +152,10 @@ def hang(places: Mapping[int, Position], limit: float, stopped: Sequence[int] = 
     for rank, at in sorted(places.items()):
         age = now - at.since if at.since else None
         state = "stopped by a signal" if rank in stopped else "waits" if at.waiting else "does not wait"
-        lines.append(f"  rank {rank}: {at.where()}{f' for {age:.1f} s' if age is not None else ''}, {state}")
-        table.append({"rank": rank, "step": at.step, "operation": at.operation, "seconds": age, "state": state})
+        detail = f" ({at.detail})" if at.detail else ""
+        lines.append(f"  rank {rank}: {at.where()}{detail}{f' for {age:.1f} s' if age is not None else ''}, {state}")
+        place = {"step": at.step, "operation": at.operation, "detail": at.detail}
+        table.append({"rank": rank, **place, "seconds": age, "state": state})
     if reported:
         lines.append(f"  {reported}")
     return Hang("\n".join([head, *lines]), rank=odd[0] if len(odd) == 1 else None, odd=odd, ranks=table)

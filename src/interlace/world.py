@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,12 +32,13 @@ from interlace.errors import ConfigError, Hang, InterlaceError, PeerLost, Resour
 from interlace.failure import Failure, Position, compose, describe, hang
 
 LOOPBACK = "127.0.0.1"
+_BENEATH = (__file__, contextlib.__file__, str(Path(__file__).parent / "collectives"), str(Path(torch.__file__).parent))
 GATHER = 0.2  # seconds ranks get to report their positions after a wait ended
 LINGER = 1.0  # seconds the cause gets to appear after a connection broke
 SELF = 10.0  # seconds rank 0 tries to reach its own store
 TRY = 5.0  # seconds for one try to connect
 
-_STATUS = struct.Struct("=Qqd?Q200sQ")  # version, step, since, waiting, waits, operation, version again
+_STATUS = struct.Struct("=Qqd?Q200s200sQ")  # version, step, since, waiting, waits, operation, detail, version again
 
 
 class Status:
@@ -57,8 +60,8 @@ class Status:
         self.last = at
         self._version += 1
         step = 0 if at.step is None else at.step + 1  # so that a file of zeros is Position()
-        operation = at.operation.encode()[:200]
-        _STATUS.pack_into(self._map, 0, self._version, step, at.since, at.waiting, at.waits, operation, self._version)
+        texts = at.operation.encode()[:200], at.detail.encode()[:200]
+        _STATUS.pack_into(self._map, 0, self._version, step, at.since, at.waiting, at.waits, *texts, self._version)
 
     def read(self) -> Position:
         """What its rank stored last.
@@ -69,11 +72,11 @@ class Status:
         found = self._map[:]
         for _ in range(20):
             before, found = found, self._map[:]
-            head, step, since, waiting, waits, operation, tail = _STATUS.unpack(found)
+            head, step, since, waiting, waits, *texts, tail = _STATUS.unpack(found)
             if head == tail and before == found:
                 break
-        text = operation.rstrip(b"\0").decode(errors="ignore")
-        return Position(step - 1 if step else None, text, since, waiting, waits)
+        operation, detail = (text.rstrip(b"\0").decode(errors="ignore") for text in texts)
+        return Position(step - 1 if step else None, operation, since, waiting, waits, detail)
 
 
 @dataclass(frozen=True)
@@ -140,13 +143,15 @@ class World:
         )
 
     @contextlib.contextmanager
-    def waiting(self, operation: str) -> Iterator[None]:
+    def waiting(self, operation: str, detail: str = "") -> Iterator[None]:
         """Around whatever blocks until a peer answers; beyond `timeout` the supervisor calls it a hang.
 
+        detail: what is known of the transfer; the line of the source from which it is waited for comes behind it.
         Left by an exception the position stays: it is where the rank failed.
         """
         last = self.mark.last
-        self.mark.write(Position(last.step, operation, time.monotonic(), True, last.waits + 1))
+        detail = f"{detail}, {_caller()}" if detail else _caller()
+        self.mark.write(Position(last.step, operation, time.monotonic(), True, last.waits + 1, detail))
         yield
         self.mark.write(replace(last, since=time.monotonic(), waits=self.mark.last.waits))
 
@@ -209,8 +214,20 @@ class World:
         for rank in places:
             if self.store.check([key := f"interlace/position/{rank}"]):
                 at = Failure(**json.loads(self.store.get(key)))
-                places[rank] = Position(at.step, at.operation, time.monotonic() - at.since, True)
+                since = time.monotonic() - at.since
+                places[rank] = Position(at.step, at.operation, since, True, detail=at.detail)
         return places
+
+
+def _caller() -> str:
+    """The innermost line of the source that waits: not of this file, of what transfers, or of the library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and any(part in frame.f_code.co_filename for part in _BENEATH):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True)

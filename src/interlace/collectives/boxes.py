@@ -179,7 +179,19 @@ class Box:
             return self._moved(left)
 
         peer = f" to rank {self.ranks[1]}"
-        handle = start(self.meter, self.axis, name, nbytes, self._stream, None, launch, lambda: None, peer, True)
+        handle = start(
+            self.meter,
+            self.axis,
+            name,
+            nbytes,
+            self._stream,
+            None,
+            launch,
+            lambda: None,
+            peer,
+            True,
+            what=("send", tensor),
+        )
         timed = (
             self._stream is not None
         )  # a host takes the time of a send when it waits for it, so it is not done before
@@ -203,7 +215,19 @@ class Box:
                 return self._moved([heap.event()] if self._stream is None else [])
 
         peer = f" from rank {self.ranks[0]}"
-        return start(self.meter, self.axis, name, 0, self._stream, None, launch, lambda: tensor, peer, True)
+        return start(
+            self.meter,
+            self.axis,
+            name,
+            0,
+            self._stream,
+            None,
+            launch,
+            lambda: tensor,
+            peer,
+            True,
+            what=("receive", tensor),
+        )
 
     def _next(self, nbytes: int) -> tuple[SymmetricHeap, torch.Tensor, int]:
         """Of the next message: the heap, its place, and its number."""

@@ -41,21 +41,25 @@ class Meter:
     too, all since the last `reset_counts`.
     Kernels that count on the device tell what they sent and multiplied `later`, to a meter that was told to `listen`,
     when it is settled.
-    `waiting` is called with the name of an operation around every wait of the host, so that a supervisor can tell
-    where a rank hangs; by default it does nothing.  With `record` the moments of waits, transfers and work are kept
-    until `cut` takes them; a caller who never cuts turns it off.  What a CUDA graph captures is counted once, not when
-    it is replayed, and its moments, which the graph would own, are not kept.  While `at_once` is set, every transfer
-    but those of lines, whose other side may come later, is waited for as soon as it has begun.
+    `waiting` is called with the name of an operation, and with what is known of the transfer, around every wait of the
+    host, so that a supervisor can tell where a rank hangs; by default it does nothing.  With `record` the moments of
+    waits, transfers and work are kept until `cut` takes them; a caller who never cuts turns it off.  What a CUDA graph
+    captures is counted once, not when it is replayed, and its moments, which the graph would own, are not kept.  While
+    `at_once` is set, every transfer but those of lines, whose other side may come later, is waited for as soon as it
+    has begun.
     """
 
     def __init__(
-        self, waiting: Callable[[str], AbstractContextManager[Any]] | None = None, record: bool = True
+        self, waiting: Callable[[str, str], AbstractContextManager[Any]] | None = None, record: bool = True
     ) -> None:
+        self.begun: Counter[str] = Counter()  # collectives by axis, since the start
         self.sent: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.flops = 0
         self._later: list[Callable[[], None]] | None = None
-        self.waiting: Callable[[str], AbstractContextManager[Any]] = waiting or (lambda name: nullcontext())
+        self.waiting: Callable[[str, str], AbstractContextManager[Any]] = waiting or (
+            lambda name, detail: nullcontext()
+        )
         self.record = record
         self.at_once = False
         self._compute: torch.cuda.Stream | None = None
@@ -245,14 +249,15 @@ def start(
     finish: Callable[[], T],
     peer: str = "",
     is_early: bool = False,
+    what: tuple[str, torch.Tensor] | None = None,
 ) -> Handle[T]:
     """Starts `prepare`, then `launch`, and hands back a handle whose result is `finish()` once the works are done.
 
     `stream` is the side stream (None on a CPU).  `nbytes` is what this rank sends.  `peer`, as in " from rank 3", is
-    said of a wait that does not end.  is_early: the other side need not have come to it.  The closures hold every
-    buffer.
+    said of a wait that does not end, and so is `what`: the collective, and what this rank gives to it.  is_early: the
+    other side need not have come to it.  The closures hold every buffer.
     """
-    made = _start(meter, axis, name, nbytes, stream, prepare, launch, finish, peer)
+    made = _start(meter, axis, name, nbytes, stream, prepare, launch, finish, peer, what)
     if meter.at_once and not is_early:
         made.wait()
     return made
@@ -268,8 +273,13 @@ def _start(
     launch: Callable[[], Sequence[Work]],
     finish: Callable[[], T],
     peer: str,
+    what: tuple[str, torch.Tensor] | None,
 ) -> Handle[T]:
     if stream is None:
+        meter.begun[axis] += 1
+        collective, dtype, shape, number = "transfer", None, None, meter.begun[axis]
+        if what is not None:
+            collective, dtype, shape = what[0], what[1].dtype, what[1].shape
         if prepare is not None:
             prepare()
         begin = time.perf_counter()
@@ -277,7 +287,8 @@ def _start(
 
         def wait_on_host() -> T:
             stood = time.perf_counter()
-            with meter.waiting(name + peer), _named(axis, name):
+            given = f", {str(dtype).removeprefix('torch.')} {list(shape)}" if shape is not None else ""
+            with meter.waiting(name + peer, f"{collective} {number} along {axis}{given}"), _named(axis, name):
                 for work in works:
                     work.wait()
             moved = time.perf_counter()

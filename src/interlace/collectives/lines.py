@@ -75,7 +75,19 @@ def send(tensor: torch.Tensor, line: Line, *, name: str, through_host: bool = Fa
         return works
 
     peer = f" to rank {line.ranks[1]}"
-    handle = start(line.meter, line.axis, name, nbytes, line.stream, None, launch, lambda: None, peer, is_early=True)
+    handle = start(
+        line.meter,
+        line.axis,
+        name,
+        nbytes,
+        line.stream,
+        None,
+        launch,
+        lambda: None,
+        peer,
+        is_early=True,
+        what=("send", tensor),
+    )
     return Sending([tensor], handle, works[0].is_completed)
 
 
@@ -99,7 +111,19 @@ def receive(
         return [work]
 
     peer = f" from rank {line.ranks[0]}"
-    return start(line.meter, line.axis, name, 0, line.stream, None, launch, lambda: tensor, peer, is_early=True)
+    return start(
+        line.meter,
+        line.axis,
+        name,
+        0,
+        line.stream,
+        None,
+        launch,
+        lambda: tensor,
+        peer,
+        is_early=True,
+        what=("receive", tensor),
+    )
 
 
 def has_host(line: Line) -> bool:

@@ -79,7 +79,9 @@ def all_gather(
             _all_gather_single(_bytes(result), _bytes(given), group=process_group, async_op=_is_async(group))
         )
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, lambda: result)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, prepare, launch, lambda: result, what=("all_gather", shard)
+    )
 
 
 def all_to_all(
@@ -104,7 +106,9 @@ def all_to_all(
     def launch() -> Sequence[Work]:
         return exchange_parts(group, flat, received, send_sizes, receive_sizes)
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: received)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: received, what=("all_to_all", flat)
+    )
 
 
 def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = "broadcast") -> Handle[torch.Tensor]:
@@ -119,7 +123,9 @@ def broadcast(tensor: torch.Tensor, group: Group, *, root: int = 0, name: str = 
     def launch() -> Sequence[Work]:
         return _under_way(dist.broadcast(_bytes(flat), source, group=process_group, async_op=_is_async(group)))
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: tensor)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: tensor, what=("broadcast", tensor)
+    )
 
 
 def gather_bytes(data: bytes, group: Group, *, name: str = "gather_bytes") -> list[bytes]:

@@ -101,7 +101,9 @@ def reduce_scatter(
             return add(flat.split(count)[group.rank], got, group.rank, target, scale)
         return ordered_sum(got, target, scale)
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, prepare, launch, finish)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, prepare, launch, finish, what=("reduce_scatter", flat)
+    )
 
 
 def add_parts(
@@ -137,7 +139,9 @@ def add_parts(
             return add(flat.split(accumulator.numel())[group.rank], parts, group.rank, accumulator, onto=not first)
         return add_in_order(parts, accumulator, first)
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, None, launch, finish, what=("reduce_scatter", flat)
+    )
 
 
 def add_in_order(parts: torch.Tensor, accumulator: torch.Tensor, first: bool) -> torch.Tensor:
@@ -197,7 +201,9 @@ def _part_of_a_pair(
     def finish() -> torch.Tensor:
         return target.mul_(scale) if scale != 1.0 else target
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, finish)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, None, launch, finish, what=("reduce_scatter", flat)
+    )
 
 
 def _of_a_pair(
@@ -221,7 +227,9 @@ def _of_a_pair(
     def finish() -> torch.Tensor:
         return out.mul_(scale) if scale != 1.0 else out
 
-    return start(group.meter, group.axis, name, own + rest, group.stream, prepare, launch, finish)
+    return start(
+        group.meter, group.axis, name, own + rest, group.stream, prepare, launch, finish, what=("all_reduce", flat)
+    )
 
 
 def balanced(count: int, ways: int) -> list[int]:
@@ -252,7 +260,9 @@ def pass_on(
     def launch() -> Sequence[Work]:
         return exchange_parts(group, part.view(-1), out.view(-1), sizes, arriving)
 
-    return start(group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: out)
+    return start(
+        group.meter, group.axis, name, nbytes, group.stream, None, launch, lambda: out, what=("reduce_scatter", part)
+    )
 
 
 def then(first: Handle[torch.Tensor], group: Group, follow: Callable[[], Handle[torch.Tensor]]) -> Handle[torch.Tensor]:

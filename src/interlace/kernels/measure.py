@@ -131,7 +131,7 @@ def everyone(value: object, group: Group) -> list[object]:
     if group.process_group is None:
         return [value]
     found: list[object] = [None] * group.size
-    with group.meter.waiting("numbers of a measurement"):
+    with group.meter.waiting("numbers of a measurement", ""):
         dist.all_gather_object(found, value, group=group.process_group)
     return found
 
