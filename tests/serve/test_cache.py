@@ -63,13 +63,13 @@ def test_logits_are_those_of_the_whole(name: str, parts: tuple[int, ...]) -> Non
     cache, at = Cache(model), 0
     for count in parts:
         model.train()
-        found = cache.logits(tokens[at : at + count])
+        found = cache.logits([tokens[at : at + count]])[0]
         assert model.training
         at += count
         with torch.no_grad():
             expected = model.eval()(torch.tensor([tokens[:at]]))[0, -1]
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), at
-    assert cache.length == 19
+    assert cache.lengths == [19]
     assert [block.attention.core for block in model.blocks if block is not None] == cores
 
 
