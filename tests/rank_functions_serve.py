@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from checkpoints import save_values
 from interlace import config
+from interlace.checkpoint import Reader
 from interlace.models.decoder import Decoder
 from interlace.serve import generate
 from interlace.world import World
@@ -60,15 +63,16 @@ def save(out: Path, cfg: config.Config, model: Decoder) -> Path:
 
 
 def learn(model: Decoder, steps: int) -> float:
-    """All lines in every step; the last loss a byte."""
+    """Half of the lines in every step; the last loss a byte."""
     rows = [torch.tensor([*line.encode(), 256]) for line in LINES]
     tokens_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps, pct_start=0.1)
     loss = torch.zeros(())
-    for _ in range(steps):
-        logits = model(tokens_BT[:, :-1].clamp(min=0))
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    for step in range(steps):
+        part_BT = tokens_BT[step % 2 :: 2]
+        logits = model(part_BT[:, :-1].clamp(min=0))
+        loss = F.cross_entropy(logits.flatten(0, 1), part_BT[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -95,3 +99,32 @@ def write_all(world: World, jobs: list[dict[str, Any]]) -> list[list[list[list[f
         model, _, _ = generate.load_split(world, job["run"], job["plan"])
         made.append([written(model, job["prompts"], batch, job["options"]) for batch in job["batches"]])
     return made
+
+
+def elements_read(world: World, run: str, plan: str) -> int:
+    read = []
+    original = Reader.read
+
+    def counted(self: Reader, name: str, *place: Any) -> torch.Tensor:
+        values = original(self, name, *place)
+        read.append(values.numel())
+        return values
+
+    with mock.patch.object(Reader, "read", counted):
+        generate.load_split(world, run, plan)
+    return sum(read)
+
+
+def write_and_die(world: World, job: dict[str, Any], rank: int) -> None:
+    """One rank is killed amid the text."""
+    model, _, _ = generate.load_split(world, job["run"], job["plan"])
+    for number, _ in enumerate(generate.generate_batch(model, job["prompts"], **job["options"])):
+        if number == 3 and world.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_apart(world: World, job: dict[str, Any], rank: int) -> None:
+    """One rank is given another prompt."""
+    model, _, _ = generate.load_split(world, job["run"], job["plan"])
+    prompts = [[1, 2, 3], *job["prompts"][1:]] if world.rank == rank else job["prompts"]
+    list(generate.generate_batch(model, prompts, **job["options"]))
