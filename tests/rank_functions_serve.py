@@ -19,7 +19,7 @@ from interlace.models.decoder import Decoder
 from interlace.serve import generate
 from interlace.world import World
 
-FIRST = "amber birch cedar delta ember fjord grove heath inlet joker".split()
+FIRST = "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heath", "inlet", "joker"
 SECOND = "reads a layout and", "sends its rows and", "waits for peers and", "keeps the keys and"
 THIRD = "then writes", "never drops", "counts twice", "then splits"
 LAST = "what the next rank has asked for", "every token of the longest row", "one head of all that it holds"

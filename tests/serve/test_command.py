@@ -83,7 +83,10 @@ def test_ranks_whose_reader_leaves_end_quietly(run: str, tmp_path: Path) -> None
         (["--prompts", "BAD", "--prompt", "a"], r"--prompt and --prompts .* were both given; leave one of them out", 2),
     ],
 )
-def test_one_sentence_names_what_to_change(words: list[str], said: str, code: int, run: str, tmp_path: Path) -> None:
+def test_one_sentence_names_what_to_change(
+    words: list[str], said: str, code: int, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("interlace.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
     (tmp_path / "empty.jsonl").write_text("\n")
     places = {"BAD": str(tmp_path / "bad.jsonl"), "EMPTY": str(tmp_path / "empty.jsonl")}
@@ -91,6 +94,7 @@ def test_one_sentence_names_what_to_change(words: list[str], said: str, code: in
     assert re.search(said, line), line
 
 
-def test_no_checkpoint_is_said_before_ranks_start(tmp_path: Path) -> None:
+def test_no_checkpoint_is_said_before_ranks_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("interlace.launch.run_local", lambda *_, **__: pytest.fail("ranks were started"))
     line = sentence(interlace("generate", str(tmp_path), "--parallel", "tp=2"), 6)
     assert "holds no checkpoint: name a run folder" in line

@@ -161,7 +161,7 @@ def test_a_rank_reads_its_own_part_alone(run_ranks: Run, tmp_path: Path) -> None
 def test_ranks_that_differ_or_fail_end_with_one_sentence(run_ranks: Run, tmp_path: Path) -> None:
     run, model = drawn(tmp_path)
     job = {"run": str(run), "plan": "tp=2 pp=2", "prompts": SHORT, "batches": [4], "options": DRAWN}
-    with pytest.raises(PeerLost, match="rank 1 .*was killed by SIGKILL"):
+    with pytest.raises(PeerLost, match=r"rank 1 .*was killed by SIGKILL"):
         run_ranks(f"{OURS}:write_and_die", 4, {"job": job, "rank": 1}, 20.0)
     with pytest.raises(ConfigError, match=r"rank 2 was given other prompts or options than rank 0; give every rank"):
         run_ranks(f"{OURS}:write_apart", 4, {"job": job, "rank": 2}, 20.0)
