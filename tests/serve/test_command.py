@@ -61,7 +61,7 @@ def test_the_text_is_the_same_however_it_is_written(run: str, tmp_path: Path) ->
 
 @pytest.mark.ranks
 def test_ranks_whose_reader_leaves_end_quietly(run: str, tmp_path: Path) -> None:
-    process = start(tmp_path, "generate", run, "--parallel", "tp=2", "--tokens", "80", "--top-k", "0")
+    process = start(tmp_path, "generate", run, "--parallel", "tp=2", "--tokens", "40", "--top-k", "0")
     assert process.stdout is not None
     assert process.stdout.read(4) == "def "
     process.stdout.close()

@@ -13,6 +13,7 @@ import torch
 import rank_functions_serve as shared
 from interlace import random
 from interlace.errors import ConfigError, NumericsError, PeerLost, PlanError
+from interlace.launch import run_local
 from interlace.models.decoder import Decoder, initialise
 from interlace.serve.generate import _choose, generate, load
 from rank_functions_serve import CONTEXT, LINES
@@ -69,7 +70,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return runs
 
 
-@pytest.mark.ranks
 @pytest.mark.timeout(240)
 def test_trained_models_write_what_one_process_writes(trained: dict[str, Path], run_ranks: Run) -> None:
     expected = {}
@@ -141,6 +141,22 @@ def test_models_of_every_kind_over_ranks(run_ranks: Run, tmp_path: Path) -> None
     for ranks, plans in {2: ("tp=2", "pp=2 layers=1/2"), 4: ("tp=4", "tp=2 pp=2")}.items():
         planned = [{**job, "plan": plan} for plan in plans for job in jobs]
         over_ranks(run_ranks, ranks, planned, [wanted for _ in plans for wanted in expected])
+
+
+@pytest.mark.gpu2
+@pytest.mark.timeout(240)
+def test_two_gpus_write_what_a_cpu_writes(tmp_path: Path) -> None:
+    jobs, expected = [], []
+    for name in ("one key head, tied", "window, biases", "experts, one of them shared"):
+        run, model = drawn(tmp_path / str(len(jobs)), **MODELS[name])
+        jobs.append({"run": str(run), "prompts": SHORT, "batches": [1, 4], "options": {**DRAWN, "temperature": 0}})
+        expected.append([plain(model, prompt, jobs[-1]["options"]) for prompt in SHORT])
+
+    def on_gpus(target: str, world: int, argument: dict[str, Any], timeout: float) -> list[Any]:
+        return run_local(target, world, argument, device="cuda", timeout=timeout)
+
+    planned = [{**job, "plan": plan} for plan in ("tp=2", "pp=2") for job in jobs]
+    over_ranks(on_gpus, 2, planned, [*expected, *expected])
 
 
 def test_a_rank_reads_its_own_part_alone(run_ranks: Run, tmp_path: Path) -> None:
