@@ -87,7 +87,7 @@ def split(world: World, reader: Reader, cfg: ModelConfig, plan: ParallelPlan, le
     if tp.size > 1:
         parameters = [parameter for parameter in spec.parameters(cfg) if parameter.name in here]
         axis = Axis(tp, sequence=False, overlap="off")
-        parts = split_decoder(decoder, parameters, axis, lambda count: tp)  # whose gradients: nobody's
+        parts = split_decoder(decoder, parameters, axis, lambda count: tp)  # holders owe gradients: none here
     fill(decoder, reader, world.device, parts)
     return Served(view(decoder, own), groups, lines)
 
