@@ -65,11 +65,11 @@ def test_the_text_is_the_same_however_it_is_written(run: str, tmp_path: Path) ->
 def test_a_run_saved_under_one_plan_writes_under_another(tmp_path: Path) -> None:
     """Saved in slices of columns, with ZeRO; read in other slices, by stages, and by one process."""
     (tmp_path / "run.toml").write_text(runs.toml(tmp_path, "tp=2 dp=2 zero=3"))
-    trained = interlace("train", str(tmp_path / "run.toml"), "--set", "train.learning_rate=0.1")
+    trained = interlace("train", str(tmp_path / "run.toml"))
     assert trained.exit_code == 0, trained.output
     words = ("generate", str(tmp_path / "run"), "--prompt", "a rank", *WORDS)
     alone = interlace(*words).stdout
-    assert len(set(alone)) > 6
+    assert len(set(alone)) > 12
     for plan in ("tp=4", "pp=2"):
         assert output(start(tmp_path, *words, "--parallel", plan)) == alone, plan
 
