@@ -38,12 +38,12 @@ from interlace.config import SCHEDULES, ModelConfig, load
 from interlace.launch import join
 from interlace.mesh import Mesh
 from interlace.models.decoder import Decoder, initialise
+from interlace.models.stage import keep, view
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.plan.simulate import Costs, bubbles, makespan, simulate
 from interlace.plan.stages import stages_of
 from interlace.schedule import Action, Table, generate, lower, validate
-from interlace.train.stages import keep, view
 from interlace.world import World
 
 sys.path.append(str(Path(__file__).parent))

@@ -10,6 +10,7 @@ import torch
 
 from interlace import config
 from interlace.models.decoder import Decoder, initialise
+from interlace.models.moe import MoE
 from interlace.serve.cache import Cache
 from interlace.serve.generate import generate
 
@@ -50,8 +51,8 @@ def made(**dims: Any) -> Decoder:
     initialise(model, cfg, 1)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
-    return model
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    return model.double()  # rounding hides nothing
 
 
 @pytest.mark.parametrize("parts", [(1,) * 19, (7, *(1,) * 12), (3, 4, 1, 11)])
@@ -63,13 +64,13 @@ def test_logits_are_those_of_the_whole(name: str, parts: tuple[int, ...]) -> Non
     cache, at = Cache(model), 0
     for count in parts:
         model.train()
-        found = cache.logits(tokens[at : at + count])
+        found = cache.logits([tokens[at : at + count]])[0]
         assert model.training
         at += count
         with torch.no_grad():
             expected = model.eval()(torch.tensor([tokens[:at]]))[0, -1]
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), at
-    assert cache.length == 19
+        assert (found - expected).abs().max() <= 1e-10 * expected.abs().max(), at
+    assert cache.lengths == [19]
     assert [block.attention.core for block in model.blocks if block is not None] == cores
 
 
@@ -89,3 +90,37 @@ def test_two_texts_of_one_model_do_not_meet() -> None:
     together = list(zip(*both, strict=True))
     assert [list(text) for text in zip(*together, strict=True)] == alone
     assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_any_lengths_do_not_meet(name: str) -> None:
+    """Three rows read at their own pace, one of them leaves, one begins anew: each has the logits of it alone."""
+    model = made(**MODELS[name]).eval()
+    draw = torch.Generator().manual_seed(4)
+    rows = [torch.randint(61, (30,), generator=draw).tolist() for _ in range(3)]
+    cache, at, live = Cache(model, 3), [0, 0, 0], [0, 1, 2]
+    for counts in ([9, 1, 4], [1, 3, 1], [1, 1, 1], "leave", [6, 1], "anew", [2, 1], [1, 1]):
+        if counts == "leave":
+            cache.keep([0, 2])
+            live = [0, 2]
+        elif counts == "anew":
+            cache.forget(1)
+            rows[2], at[2] = rows[2][at[2] :], 0
+        else:
+            new = [rows[row][at[row] : at[row] + count] for row, count in zip(live, counts, strict=True)]
+            found = cache.logits(new)
+            for number, (row, count) in enumerate(zip(live, counts, strict=True)):
+                at[row] += count
+                with torch.no_grad():
+                    expected = model(torch.tensor([rows[row][: at[row]]]))[0, -1]
+                assert (found[number] - expected).abs().max() <= 1e-10 * expected.abs().max(), (row, at[row])
+
+
+def test_experts_are_told_of_the_given_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 7, 1 and 3 tokens are 11 tokens, each of which chooses two experts in each of three layers."""
+    told = list[int]()
+    monkeypatch.setattr(MoE, "tell", lambda self, context, load_Y, losses: told.append(int(load_Y.sum())))
+    cache = Cache(made(**MODELS["experts with limits, which evaluation has not"]), 3)
+    cache.logits([[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]])
+    cache.logits([[1], [2], [3]])
+    assert told == [22, 22, 22, 6, 6, 6]

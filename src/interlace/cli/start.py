@@ -40,6 +40,13 @@ def check(cfg: Config, device: str, place: Place | None = None) -> None:
         raise errors.ConfigError("train.compile = true needs a C++ compiler on the CPU; install g++, or leave it out.")
     ranks = place.size if place else cfg.plan.world
     local = (place.local_size or 1) if place else ranks
+    memory = check_room(device, local)
+    fit.check(cfg, ranks, memory, AXES, device, _ways(cfg, device))
+
+
+def check_room(device: str, local: int) -> int | None:
+    """Bytes that each of `local` ranks on this machine may use, or None when it cannot be known; refuses processes that
+    do not even start."""
     memory = _memory_per_rank(device, local)
     if device == "cpu" and memory is not None and memory < PROCESS:
         free, most = memory * local, memory * local // PROCESS
@@ -47,7 +54,7 @@ def check(cfg: Config, device: str, place: Place | None = None) -> None:
             f"{local} ranks on this machine of {free / 2**30:.1f} GiB free memory, of which a process takes about "
             f"{PROCESS >> 20} MiB before any model; use at most {most} here, or more machines."
         )
-    fit.check(cfg, ranks, memory, AXES, device, _ways(cfg, device))
+    return memory
 
 
 def check_folder(cfg: Config, resume: str) -> None:

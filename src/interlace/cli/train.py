@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from interlace import errors
 from interlace.cli.failures import error_file, guarded, said_once, told_how_to_go_on
 from interlace.cli.options import Debug, Device, Parallel, RunFile, Set, app, step_range
-from interlace.cli.start import at_home, check, check_folder, choose_device, claimed, names_folder, newest
+from interlace.cli.start import at_home, check, check_folder, check_room, choose_device, claimed, names_folder, newest
 
 if TYPE_CHECKING:
     from interlace.config import Config
@@ -53,7 +55,9 @@ def train(
         argument = {"config": cfg.to_toml(), "resume": resume}
         with error_file(cfg, enabled=place is None or place.rank == 0):
             if place is not None:
-                _join(cfg, where, argument)
+                from interlace.train.loop import run as rank_run
+
+                _join(rank_run, cfg.run.timeout, where, {**alike(cfg), "--resume": resume}, argument)
             else:
                 world, timeout = cfg.plan.world, cfg.run.timeout
                 with told_how_to_go_on(cfg):
@@ -64,12 +68,13 @@ def train(
     guarded(work, debug)
 
 
-def _join(cfg: Config, device: str, argument: dict[str, Any]) -> None:
-    """This process is a rank of torchrun or SLURM."""
+def _join(
+    rank_run: Callable[..., Any], timeout: float, device: str, same: dict[str, str], argument: dict[str, Any]
+) -> None:
+    """This process is a rank of torchrun or SLURM.  same: what every rank must be told alike, by its key."""
     from interlace import launch
-    from interlace.train.loop import run as rank_run
 
-    world = launch.join(cfg.run.timeout, device, {**alike(cfg), "--resume": argument["resume"]})
+    world = launch.join(timeout, device, same)
     with launch.told_to_end(world) as speaks_for_itself:
         try:
             rank_run(world, **argument)
@@ -147,33 +152,55 @@ def export(
 @app.command()
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder or a checkpoint.")],
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "def ",
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add.")] = 200,
+    prompt: Annotated[
+        list[str], typer.Option(help='A text to go on from, "def " when left out; several give a JSON line each.')
+    ] = [],  # noqa: B006
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE.jsonl", help='Prompts from a file, one {"prompt": "..."} a line.')
+    ] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add to each.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = always the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among the k likeliest; 0 = among all.")] = 50,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at a time; it changes no text.")] = 8,
+    parallel: Annotated[str, typer.Option("--parallel", "-p", metavar="PLAN", help='For example "tp=2 pp=2".')] = "",
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds a rank waits for another; 0 = as the run did.")] = 0,
     device: Device = "cpu",
     debug: Debug = False,
 ) -> None:
-    """Let a trained model write, on one process."""
+    """Let a trained model write, on one process or split over ranks by tp and pp."""
 
     def work() -> None:
-        from interlace.serve.generate import load, sample_text
+        from interlace import launch
+        from interlace.config import ParallelPlan
+        from interlace.plan import serving
+        from interlace.serve.generate import load, opened
+        from interlace.serve.ranks import Asked, pieces, read_prompts
+        from interlace.serve.ranks import run as rank_run
+        from interlace.world import find_place
 
-        model, words, cfg = load(run, choose_device(device, 1))
-        sys.stdout.write(prompt)
-        for piece in sample_text(
-            model,
-            words,
-            prompt,
-            tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            context=cfg.data.sequence_length,
-        ):
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        place = find_place()
+        with said_once(place):
+            if prompt and prompts:
+                raise errors.ConfigError(f"--prompt and --prompts {prompts} were both given; leave one of them out.")
+            plan = ParallelPlan.parse(parallel, place.size if place else None)
+            texts = read_prompts(Path(prompts)) if prompts else prompt or ["def "]
+            asked = Asked(texts, bool(prompts) or len(texts) > 1, tokens, temperature, top_k, seed, batch)
+            reader, _, cfg, model_cfg = opened(run)
+            serving.check(model_cfg, plan, cfg.data.sequence_length)
+            where = choose_device(device, plan.world, place)
+            check_room(where, (place.local_size or 1) if place else plan.world)
+        limit = timeout or cfg.run.timeout
+        argument = {"checkpoint": str(reader.folder), "plan": str(plan), "asked": asdict(asked), "timeout": limit}
+        if place is not None:
+            same = {"--parallel": str(plan), "the checkpoint": reader.folder.name, "prompts or options": str(asked)}
+            _join(rank_run, limit, where, same, argument)
+        elif plan.world > 1:
+            launch.run_local("interlace.serve.ranks:run", plan.world, argument, device=where, timeout=limit)
+        else:
+            model, words, _ = load(reader.folder, where)
+            for piece in pieces(model, words, asked, cfg.data.sequence_length):
+                sys.stdout.write(piece)
+                sys.stdout.flush()
 
     guarded(work, debug)

@@ -4,7 +4,8 @@
     initialise(model, cfg, seed)     its first values, the same for every plan  decoder.py
     load_hf(folder), save_hf(...)    weights from and to Hugging Face           weights.py
 
-`layers.py`, `attention.py` and `moe.py` hold the parts; `presets/` the sizes that have a name.
+`layers.py`, `attention.py` and `moe.py` hold the parts; `stage.py` leaves those of other stages of a pipeline out;
+`presets/` has the sizes that have a name.
 """
 
 from interlace.models.decoder import Decoder, initial_value, initialise

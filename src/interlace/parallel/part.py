@@ -52,6 +52,11 @@ class Part:
         return torch.Size(self.slicing.shape)
 
     @property
+    def slices(self) -> tuple[int, tuple[int, ...]]:
+        """How elements of the whole parameter are counted, as a checkpoint has it: (0, ()) is row-major."""
+        return (self.slicing.dim, self.slicing.bounds) if self.slicing.dim > 0 else (0, ())
+
+    @property
     def bound(self) -> tuple[int, int]:
         return self.slicing.bound(self.group.rank)
 

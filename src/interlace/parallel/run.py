@@ -222,9 +222,7 @@ class Run:
                 continue
             part = member.part
             shape, before = (member.shape, 0) if part is None else (part.shape, part.begin)
-            cut: tuple[int, tuple[int, ...]] = (0, ())
-            if part is not None and part.slicing.dim > 0:
-                cut = part.slicing.dim, part.slicing.bounds
+            cut = (0, ()) if part is None else part.slices
             for leaf, leaf_start in self.leaves_from:
                 start = max(begin, member.offset, leaf_start)
                 stop = min(end, member.end, leaf_start + leaf.numel())

@@ -8,18 +8,18 @@ of labels before backward, so that the gradient of a step is the same for every 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from interlace import spec
 from interlace.collectives import Boxes, Group, Groups, Handle, Line, Lines, Meter, all_gather, in_boxes, make_lines
 from interlace.collectives.handle import Moment, now
 from interlace.config import Config, ModelConfig, ParallelPlan
 from interlace.models.decoder import Decoder
+from interlace.models.stage import keep, view
 from interlace.parallel.pipeline import Pipeline, Stage, pairs_of
 from interlace.parallel.split import Switch, split
 from interlace.parallel.stages import StagedParallel
@@ -36,33 +36,6 @@ def cut_of(plan: ParallelPlan, cfg: ModelConfig, length: int) -> tuple[tuple[str
 def own_stages(plan: ParallelPlan, rank: int) -> tuple[int, ...]:
     """The stages of place `rank` along the pipeline."""
     return tuple(stage for stage, place in enumerate(placement_of(plan)) if place == rank)
-
-
-def keep(decoder: Decoder, names: Sequence[str]) -> None:
-    """Leaves out every unit that is not named.  A tied weight stays known by its first name, wherever it is used, and
-    belongs to no unit: an alias stands where the other use would be."""
-    tied = decoder.cfg.tie_embeddings and not {"embedding", "head"} <= set(names)
-    if tied and "embedding" in names:
-        decoder.head.norm = None  # type: ignore[assignment]
-    if "embedding" not in names and not (tied and "head" in names):  # else it stays for its weight, and is not run
-        decoder.embedding = None  # type: ignore[assignment]
-    if "head" not in names and not (tied and "embedding" in names):
-        decoder.head = None  # type: ignore[assignment]
-    for number in range(len(decoder.blocks)):
-        if f"blocks.{number}" not in names:
-            decoder.blocks[number] = None  # type: ignore[assignment]
-
-
-def view(decoder: Decoder, names: Sequence[str]) -> Decoder:
-    """The same modules, those of the named units alone."""
-    part = copy.copy(decoder)
-    part._modules = dict(decoder._modules)
-    chosen = [block if f"blocks.{number}" in names else None for number, block in enumerate(decoder.blocks)]
-    part._modules["blocks"] = nn.ModuleList(chosen)  # type: ignore[arg-type]
-    for name in ("embedding", "head"):
-        if name not in names:
-            part._modules[name] = None
-    return part
 
 
 class Staged:
