@@ -61,6 +61,16 @@ def digests(flats: Sequence[Run], here: bool) -> list[str]:
     return found
 
 
+def outline(state: Mapping[str, Any]) -> list[str]:
+    """What has to be the same on all ranks of a state that is loaded: names and sizes, without values."""
+    return [
+        f'"{name}" of {list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}'
+        if not isinstance(value, Mapping)
+        else f'"{name}" of {", ".join(map(str, value)) or "nothing"}'
+        for name, value in sorted(state.items(), key=lambda entry: str(entry[0]))
+    ]
+
+
 def combined(lines: Iterable[str]) -> str:
     """The digest of the lines, each once, in their order."""
     return hashlib.blake2b("\n".join(sorted(set(lines))).encode(), digest_size=16).hexdigest()
