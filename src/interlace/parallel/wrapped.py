@@ -201,6 +201,8 @@ class Wrapped(nn.Module):
 
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
+        if not float(max_norm) >= 0:
+            raise ConfigError(f"clip_grad_norm_ takes a max_norm of at least 0, found {float(max_norm):g}.")
         self.refuse_unreduced("clip_grad_norm_")
         norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
         norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
@@ -271,8 +273,8 @@ class Wrapped(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes what `state_dict`, or the plain module's, returns; the same on every rank.  Collective.
 
-        Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
-        another shape.
+        Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`), another
+        shape, and two values of one parameter that has two names.
         """
         self.refuse_changed()
         self._agree("load_state_dict", state_dict)
