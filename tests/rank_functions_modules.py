@@ -308,9 +308,15 @@ def wrong_use(world: World) -> dict[str, str]:
     state = model.state_dict()
     attempt("missing", lambda: model.load_state_dict({n: v for n, v in state.items() if n != "head.bias"}))
     attempt("unexpected", lambda: model.load_state_dict({**state, "tail.bias": torch.ones(1)}))
+    attempt("negative norm", lambda: model.clip_grad_norm_(-1))
     attempt("shape", lambda: model.load_state_dict({**state, "head.bias": torch.ones(1)}))
     assert not different(model.whole_parameters(), state, 0.0)
     assert model.to("cpu") is model
+    tied = DataParallel(seeded(0, Odd), group, zero=3)
+    two = tied.state_dict() | {"head.weight": torch.ones(V, D)}
+    attempt("two values", lambda: tied.load_state_dict(two))
+    tied.load_state_dict(two | {"embedding.weight": two["head.weight"].clone()})
+    assert (tied.state_dict()["embedding.weight"] == 1).all()
     return said
 
 

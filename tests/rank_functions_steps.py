@@ -274,6 +274,33 @@ def moved(world: World, mesh: str, zero: int, kind: str, numbers: list[int], sou
         torch.save(made, target)
 
 
+def refusals(world: World, zero: int) -> dict[str, str]:
+    """What is said of states that are not the module's, or not the same on every rank."""
+    model = interlace.parallelize(parts(), f"dp={world.size}", zero=zero)
+    optimizer = OPTIMIZERS["adamw"](model.parameter_groups(0.1))
+    steps_of(model, optimizer, range(1), slice(world.rank, 12, world.size))
+    held, whole = model.optimizer_state_dict(optimizer), model.state_dict()
+    state, said = held["state"], Said()
+
+    def without(entries: dict[str, Any], name: str) -> dict[str, Any]:
+        return {key: entry for key, entry in entries.items() if key != name}
+
+    one = next(iter(state))
+    cases = {f"without {name}": without(state, name) for name in state}
+    cases |= {f"another size of {name}": {**state, name: {**state[name], "exp_avg": torch.zeros(1)}} for name in state}
+    cases |= {
+        "on one rank none": {} if world.rank else state,
+        "on one rank fewer": without(state, one) if world.rank else state,
+    }
+    for name, given in cases.items():
+        said.attempt(name, functools.partial(model.load_optimizer_state_dict, optimizer, held | {"state": given}))
+    for name, given in (("on one rank no weights", {}), ("on one rank fewer weights", without(whole, one))):
+        said.attempt(name, functools.partial(model.load_state_dict, given if world.rank else whole))
+    after = model.optimizer_state_dict(optimizer)["state"]
+    assert all(torch.equal(after[name][key], value) for name in state for key, value in state[name].items())
+    return dict(said)
+
+
 def penalty(model: Any) -> Tensor:
     return 0.1 * sum(leaf.square().sum() for leaf in model.parameters() if leaf.requires_grad)  # type: ignore[return-value]
 

@@ -109,6 +109,8 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "role": 'ConfigError: roles names "wieght", but the module has no module or parameter of that name; did you',
         "missing": 'CheckpointError: the state lacks "head.bias", which the module has; give strict=False to keep it.',
         "unexpected": 'CheckpointError: the state has "tail.bias", which the module lacks; give strict=False to skip',
+        "two values": 'CheckpointError: "head.weight" and "embedding.weight" differ in the state and are one parameter',
+        "negative norm": "ConfigError: clip_grad_norm_ takes a max_norm of at least 0, found -1.",
         "shape": 'CheckpointError: "head.bias" is [1] in the state and [13] in the module; load the state of a module',
     }
     assert first.keys() == expected.keys()

@@ -439,6 +439,19 @@ def test_an_optimizer_moves_between_a_plain_and_a_wrapped_module() -> None:
     same(again.state_dict(), plain.state_dict())
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_every_rank_refuses_a_state_alike(run_ranks: Run, zero: int) -> None:
+    """Also of what is on other ranks alone, and where a rank has another state than rank 0."""
+    first, second = run_ranks("rank_functions_steps:refusals", 2, {"zero": zero})
+    apart = [name for name in first if name.startswith("on one rank")]
+    assert len(apart) == 4
+    assert all("ConfigError: rank 1 calls load_" in each[name] for name in apart for each in (first, second))
+    for name in set(first) - set(apart):
+        assert first[name].startswith("CheckpointError: "), (name, first)
+        assert second[name] == first[name], (name, first, second)
+
+
 @pytest.mark.usefixtures("_alone")
 def test_a_state_of_other_parameters_is_refused_before_anything_changes() -> None:
     model = interlace.parallelize(steps.parts())
@@ -461,6 +474,9 @@ def test_a_state_of_other_parameters_is_refused_before_anything_changes() -> Non
 
     refused(CheckpointError, 'has "more", which the module lacks', lambda s: s["state"].update(more={}))
     refused(CheckpointError, 'no step of "down.weight", and "up.weight" has', lambda s: s["state"].pop("down.weight"))
+    refused(CheckpointError, 'no exp_avg_sq of "up.weight"', lambda s: s["state"]["up.weight"].pop("exp_avg_sq"))
+    refused(CheckpointError, "numbers for names, .* get_optimizer_state_dict", lambda s: s.update(state={0: {}}))
+    refused(CheckpointError, 'has no "param_groups"', lambda s: s.pop("param_groups"))
     refused(
         CheckpointError,
         r"exp_avg of .* is \[2\] in .* \[3\]",

@@ -337,6 +337,20 @@ def test_names_that_are_no_proper_text(tmp_path: Path) -> None:
     assert [event.kind for event in read([path]).events] == ["compute", "comm", "compute"]
 
 
+def test_what_the_profiler_wrote_that_is_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for number in (b"inf", b"-inf", b"nan", b"-nan", b"N/A"):
+        path.write_bytes(GOOD.replace(b'"stream": 7', b'"stream": 7, "memory bandwidth (GB/s)": ' + number))
+        assert [event.kind for event in read([path]).events] == ["compute", "comm", "compute"], number
+    for name in (r'{"device": "cpu", "dtype": "float32"}(12): run', r"C:\Users\x\good.py(3): run, inf", r'said \"nan"'):
+        path.write_bytes(GOOD.replace(GEMM.encode(), name.encode()))
+        names = [event.name for event in read([path]).events]
+        assert name.replace(r"\"", '"') in names, names
+    path.write_bytes(GOOD.replace(GEMM.encode(), rb"C:\Users")[:-30])
+    with pytest.raises(DataError, match=r"not JSON \(Invalid .escape: line 1 column \d+"):  # of the file as it is
+        read([path])
+
+
 def test_what_a_rank_does_on_another_gpu_is_left_out() -> None:
     """One thing in a hundred at most, as a context on the first GPU makes; more of it is another rank's."""
     own = [kernel(GEMM, 10 * i, 10, device=1) for i in range(99)]

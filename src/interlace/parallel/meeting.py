@@ -44,7 +44,7 @@ class Meeting:
 
     def agree(self, name: str, lines: Sequence[str]) -> None:
         """Returns when every rank has come here with the same lines; else `ConfigError` with the first that differs."""
-        own, key = hashlib.blake2b("\n".join(lines).encode()).hexdigest(), f"{self._key}/agree"
+        own, key = hashlib.blake2b("\n".join(lines).encode()).hexdigest(), f"{self._key}/agree {self._count}"
         if self.rank == 0:
             self.store.set(f"{key}/lines", "\n".join(lines))
         self.store.set(f"{key}/{self.rank}", own)

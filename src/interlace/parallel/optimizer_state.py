@@ -21,7 +21,7 @@ from torch import nn
 
 from interlace.collectives import Group, gather_bytes
 from interlace.errors import CheckpointError, ConfigError
-from interlace.parallel.run import Run, slice_of
+from interlace.parallel.run import Member, Run, slice_of
 from interlace.parallel.state import first_names
 
 HOLDER = "holder"  # key of a parameter group: whose state this is
@@ -65,14 +65,22 @@ def load_optimizer_state(
 ) -> None:
     """Takes what `whole_optimizer_state` returns.  Nothing is sent.
 
-    Errors: `CheckpointError`, before anything changes, for a name the module lacks, a parameter whose neighbours in a
-    leaf have a state and it has none or another step, and other shapes; `ConfigError` for options that differ in one
-    group.
+    Errors: `CheckpointError`, before anything changes and on every rank alike, for a name the module lacks, a parameter
+    whose neighbours in a run have a state and it has none or another step, and other shapes; `ConfigError` for options
+    that differ in one group.
     """
     first = first_names(module, runs)
     if unknown := [name for name in given["state"] if name not in first]:
+        if isinstance(unknown[0], int):
+            raise CheckpointError(
+                "the optimizer's state has numbers for names, as an optimizer's own state_dict() does; give that of "
+                "get_optimizer_state_dict in torch.distributed.checkpoint.state_dict, with full_state_dict."
+            )
         raise CheckpointError(f'the optimizer\'s state has "{unknown[0]}", which the module lacks.')
     entries = {first[name]: entry for name, entry in given["state"].items()}
+    for run in runs:
+        if run.trainable:
+            _refuse_apart(run, entries)
     options = {first[name]: group for group in given["param_groups"] for name in group["params"] if name in first}
     places = {id(leaf): (run, start) for run in runs for leaf, start in run.leaves_from}
     state: dict[int, dict[str, Any]] = {}
@@ -156,35 +164,55 @@ def _groups(runs: Sequence[Run], optimizer: torch.optim.Optimizer) -> list[tuple
     ]
 
 
+def _refuse_apart(run: Run, given: Mapping[str, Mapping[str, Any]]) -> None:
+    """States that cannot lie in one leaf, or are of other sizes; of the whole run, whatever a rank holds of it."""
+    trained = set(_trained(run))
+    for decay in (True, False):  # a leaf each
+        members = [member for member in run.members if member.name in trained and member.decay is decay]
+        entries = {member.name: given.get(member.name, {}) for member in members}
+        for key in dict.fromkeys(key for entry in entries.values() for key in entry):
+            lacking = [name for name, entry in entries.items() if key not in entry]
+            one = next(name for name, entry in entries.items() if key in entry)
+            if lacking:
+                raise CheckpointError(f'the optimizer\'s state has no {key} of "{lacking[0]}", and "{one}" has one.')
+            values = {name: entry[key] for name, entry in entries.items()}
+            if _is_of_leaf(key, values[one], _shape(members[0])):
+                if other := [name for name, each in values.items() if float(each) != float(values[one])]:
+                    raise CheckpointError(
+                        f'{key} of "{other[0]}" is {float(values[other[0]]):g} in the optimizer\'s state, of "{one}" '
+                        f"{float(values[one]):g}; both lie in one run of elements, which takes steps together."
+                    )
+                continue
+            for member in members:
+                if (found := values[member.name].shape) != _shape(member):
+                    raise CheckpointError(
+                        f'{key} of "{member.name}" is {list(found)} in the optimizer\'s state and '
+                        f"{list(_shape(member))} in the module; load the state of a module of the same sizes."
+                    )
+
+
+def _shape(member: Member) -> torch.Size:
+    """Of the whole parameter."""
+    return member.shape if member.part is None else torch.Size(member.part.shape)
+
+
+def _is_of_leaf(key: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a value is one number of all parameters of a leaf, of which one has this shape."""
+    return _is_number(key, value) and (key == "step" or bool(shape) or not isinstance(value, torch.Tensor))
+
+
 def _of_leaf(run: Run, start: int, leaf: nn.Parameter, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a leaf from those of its parameters; none if none has one."""
-    known = {name: entry for name, entry in entries.items() if entry}
-    if not known:
-        return {}
-    one, sample = next(iter(known.items()))
-    members = {member.name: member for member in run.members}
-    shapes = {name: members[name].shape if (part := members[name].part) is None else part.shape for name in entries}
+    """The state of a leaf from those of its parameters, which are alike (`_refuse_apart`); none if none has one."""
     made: dict[str, Any] = {}
+    members = {member.name: member for member in run.members}
+    one, sample = next(iter(entries.items()), ("", {}))
     for key, value in sample.items():
-        if lacking := [name for name, entry in entries.items() if key not in entry]:
-            raise CheckpointError(f'the optimizer\'s state has no {key} of "{lacking[0]}", and "{one}" has one.')
-        values = {name: entry[key] for name, entry in entries.items()}
-        if _is_number(key, value) and (key == "step" or shapes[one] or not isinstance(value, torch.Tensor)):
-            if other := [name for name, each in values.items() if float(each) != float(value)]:
-                raise CheckpointError(
-                    f'{key} of "{other[0]}" is {float(values[other[0]]):g} in the optimizer\'s state, of "{one}" '
-                    f"{float(value):g}; both lie in one run of elements, which takes steps together."
-                )
+        if _is_of_leaf(key, value, _shape(members[one])):
             made[key] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
         held = torch.zeros(run.main.shape, dtype=value.dtype, device=leaf.device)
-        for name, each in values.items():
-            if each.shape != shapes[name]:
-                raise CheckpointError(
-                    f'{key} of "{name}" is {list(each.shape)} in the optimizer\'s state and {list(shapes[name])} in '
-                    "the module; load the state of a module of the same sizes."
-                )
-            run.fill_whole(members[name], slice_of(each), into=held)
+        for name, entry in entries.items():
+            run.fill_whole(members[name], slice_of(entry[key]), into=held)
         made[key] = held[start - run.held[0] :][: leaf.numel()]
     return made
 

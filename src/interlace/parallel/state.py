@@ -61,6 +61,16 @@ def digests(flats: Sequence[Run], here: bool) -> list[str]:
     return found
 
 
+def outline(state: Mapping[str, Any]) -> list[str]:
+    """What has to be the same on all ranks of a state that is loaded: names and sizes, without values."""
+    return [
+        f'"{name}" of {list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__}'
+        if not isinstance(value, Mapping)
+        else f'"{name}" of {", ".join(map(str, value)) or "nothing"}'
+        for name, value in sorted(state.items(), key=lambda entry: str(entry[0]))
+    ]
+
+
 def combined(lines: Iterable[str]) -> str:
     """The digest of the lines, each once, in their order."""
     return hashlib.blake2b("\n".join(sorted(set(lines))).encode(), digest_size=16).hexdigest()
@@ -69,8 +79,8 @@ def combined(lines: Iterable[str]) -> str:
 def load_state(module: nn.Module, flats: Sequence[Run], state: Mapping[str, Any], strict: bool) -> Any:
     """Sets main weights and buffers from what `whole_state` returns.  Nothing is sent; gathered copies are now stale.
 
-    Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for another
-    shape.  Returns missing and unexpected names, as torch does.
+    Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`), another shape,
+    and two values of one parameter that has two names.  Returns missing and unexpected names, as torch does.
     """
     held = {member.name: (flat, member) for flat in flats for member in flat.members}
     first = first_names(module, flats)
@@ -90,6 +100,13 @@ def load_state(module: nn.Module, flats: Sequence[Run], state: Mapping[str, Any]
                     f'"{name}" is {list(value.shape)} in the state and {list(shape)} in the module; load the state of '
                     "a module of the same sizes."
                 )
+    for name, held_as in first.items():
+        one, other = state.get(name), state.get(held_as)
+        if one is not None and other is not None and one is not other and not torch.equal(one.to(other), other):
+            raise CheckpointError(
+                f'"{name}" and "{held_as}" differ in the state and are one parameter of the module; untie them in the '
+                "module, or leave one out of the state with strict=False."
+            )
     rest = {name: value for name, value in state.items() if name in known and name not in first}
     found = module.load_state_dict(rest, strict=False)
     for name, held_as in first.items():

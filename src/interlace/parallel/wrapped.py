@@ -8,7 +8,7 @@ train or save other numbers without a word is refused.  `parallel.data` runs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from interlace.collectives import Boxes, Group, Window, sum_scalars
-from interlace.errors import ConfigError
+from interlace.errors import CheckpointError, ConfigError
 from interlace.parallel import norm as norms
 from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Update
+from interlace.parallel.meeting import Meeting
 from interlace.parallel.optimizer_state import load_optimizer_state, whole_optimizer_state
 from interlace.parallel.run import Placement
-from interlace.parallel.state import combined, digests, load_state, whole_state
+from interlace.parallel.state import combined, digests, load_state, outline, whole_state
 from interlace.parallel.units import Hybrid, Unit, windows_of
 
 Versions = tuple[tuple[int, int], ...]  # of a run's gradients: which tensors, and how often they were written to
@@ -48,7 +49,7 @@ class Wrapped(nn.Module):
         self.all_units = all_units  # in the order of forward, the root last
         self.units, self.root = all_units[:-1], all_units[-1]
         self.boxes: list[Boxes] = []  # of lines over copy engines, whose slots peers write to
-        self.meeting: Callable[[str], None] | None = None  # returns when every rank has called it
+        self.meeting: Meeting | None = None  # returns when every rank has called it
         self.tells_state = False  # while `state_dict` or `load_state_dict` of this object runs
         self._squares: dict[Flat, tuple[Versions, torch.Tensor]] = {}  # of gradients, found while others travelled
         self._known = {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
@@ -200,6 +201,8 @@ class Wrapped(nn.Module):
 
         Returns the norm before, fp64, 0-d, the same on every rank.
         """
+        if not float(max_norm) >= 0:
+            raise ConfigError(f"clip_grad_norm_ takes a max_norm of at least 0, found {float(max_norm):g}.")
         self.refuse_unreduced("clip_grad_norm_")
         norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
         norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
@@ -270,11 +273,11 @@ class Wrapped(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes what `state_dict`, or the plain module's, returns; the same on every rank.  Collective.
 
-        Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`) and for
-        another shape.
+        Errors: `CheckpointError`, before anything changes, for a missing or unknown name (when `strict`), another
+        shape, and two values of one parameter that has two names.
         """
         self.refuse_changed()
-        self._meet("load_state_dict", always=True)
+        self._agree("load_state_dict", state_dict)
         self.settle()
         with self._telling_state():
             found = load_state(self.module, self.flats, state_dict, strict)
@@ -300,7 +303,11 @@ class Wrapped(nn.Module):
 
         Errors: `CheckpointError` and `ConfigError`, before anything changes, for a state of other parameters.
         """
-        self._meet("load_optimizer_state_dict", always=True)
+        self._agree("load_optimizer_state_dict", state_dict.get("state", {}))
+        if lacking := [key for key in ("state", "param_groups") if key not in state_dict]:
+            raise CheckpointError(
+                f'the optimizer\'s state has no "{lacking[0]}"; give what optimizer_state_dict returns.'
+            )
         self.settle()
         load_optimizer_state(self.module, self.flats, optimizer, state_dict)
 
@@ -312,10 +319,15 @@ class Wrapped(nn.Module):
         finally:
             self.tells_state = False
 
-    def _meet(self, name: str, always: bool = False) -> None:
-        """Before a call that every rank has to make: where it gathers, or `always`."""
-        if self.meeting is not None and (always or self.holds_part):
+    def _meet(self, name: str) -> None:
+        """Before a call that every rank has to make, where it gathers."""
+        if self.meeting is not None and self.holds_part:
             self.meeting(name)
+
+    def _agree(self, name: str, state: Mapping[str, Any]) -> None:
+        """Before every rank loads a state: all have the same names and sizes."""
+        if self.meeting is not None:
+            self.meeting.agree(name, outline(state))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Of `.to()`, `.cuda()`, `.half()` and the like: nothing, or a refusal."""

@@ -20,6 +20,7 @@ from interlace.errors import ConfigError, DataError
 from interlace.events import Event, from_chrome, from_jsonl
 from interlace.mesh import Mesh
 from interlace.report import trace
+from interlace.report.file import load
 from interlace.report.ledger import Groups, Ledger, ledgers, step_number
 
 
@@ -152,7 +153,7 @@ def _some(events: list[Event], path: Path) -> list[Event]:
 
 
 def _traces(name: str, places: Sequence[Path]) -> Source:
-    traces = [(str(place), trace.load(place)) for place in places]
+    traces = [(str(place), load(place)) for place in places]
     where, first = traces[0]
     if len(traces) == 1 and _is_ours(first):
         return Source(name, _some(from_chrome(first, where), places[0]))

@@ -12,11 +12,8 @@ What a trace cannot tell is said in `notes`: a rank that is missing, kernels wit
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 import statistics
-import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +24,7 @@ from typing import Any, TypeGuard
 from interlace.errors import DataError
 from interlace.events import Event
 from interlace.report import kernels
+from interlace.report.file import load
 from interlace.report.ledger import ALL, STEP, matched
 
 DEVICE = {"kernel": "kernel", "gpu_memcpy": "gpu_memcpy", "gpu_memset": "gpu_memset", "concurrent_kernel": "kernel",
@@ -51,32 +49,6 @@ class Traced:
 def read(paths: Sequence[str | Path]) -> Traced:
     """The traces of one run, a file a rank; DataError says in one sentence what is wrong with a file."""
     return from_traces([(str(path), load(path)) for path in paths])
-
-
-def load(path: str | Path) -> dict[str, Any]:
-    """The JSON of a trace, plain or gzip; names may hold control characters and bytes that are no text, as some do."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}): give a trace", file=str(path)) from None
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, OSError, zlib.error):
-            raise DataError(
-                f"{path}: the gzip file is cut off or damaged: copy it again, or record the trace again", file=str(path)
-            ) from None
-    if not data.strip():
-        raise DataError(f"{path}: the file is empty: record the trace again", file=str(path))
-    try:
-        trace = json.loads(data.decode(json.detect_encoding(data), errors="replace"), strict=False)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON ({error}): give a Chrome trace by torch.profiler", file=str(path)) from None
-    if isinstance(trace, list):
-        trace = {"traceEvents": trace}
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise DataError(f"{path}: no list 'traceEvents': give a Chrome trace by torch.profiler", file=str(path))
-    return trace
 
 
 def from_traces(traces: Sequence[tuple[str, Mapping[str, Any]]]) -> Traced:
