@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -580,6 +581,10 @@ def norms(world: World) -> list[list[float]]:
             expected = nn.utils.clip_grad_norm_(reference.parameters(), limit)
             assert abs(model.clip_grad_norm_(limit).item() - expected.item()) <= 1e-6 * expected.item()
             check(different(model.whole_gradients(), gradients(reference)), zero, limit)
+        for p in (1.0, 0.5, 3, math.inf):
+            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, p)
+            assert abs(model.clip_grad_norm_(0.1, p).item() - expected.item()) <= 1e-6 * expected.item(), (zero, p)
+            check(different(model.whole_gradients(), gradients(reference)), zero, p)
     return found
 
 

@@ -309,6 +309,7 @@ def wrong_use(world: World) -> dict[str, str]:
     attempt("missing", lambda: model.load_state_dict({n: v for n, v in state.items() if n != "head.bias"}))
     attempt("unexpected", lambda: model.load_state_dict({**state, "tail.bias": torch.ones(1)}))
     attempt("negative norm", lambda: model.clip_grad_norm_(-1))
+    attempt("norm type", lambda: model.clip_grad_norm_(1.0, norm_type=0))
     attempt("shape", lambda: model.load_state_dict({**state, "head.bias": torch.ones(1)}))
     assert not different(model.whole_parameters(), state, 0.0)
     assert model.to("cpu") is model

@@ -111,6 +111,7 @@ def test_wrong_use_is_refused_by_one_sentence(run_ranks: Run) -> None:
         "unexpected": 'CheckpointError: the state has "tail.bias", which the module lacks; give strict=False to skip',
         "two values": 'CheckpointError: "head.weight" and "embedding.weight" differ in the state and are one parameter',
         "negative norm": "ConfigError: clip_grad_norm_ takes a max_norm of at least 0, found -1.",
+        "norm type": "ConfigError: clip_grad_norm_ takes a norm_type above 0, or inf, found 0.",
         "shape": 'CheckpointError: "head.bias" is [1] in the state and [13] in the module; load the state of a module',
     }
     assert first.keys() == expected.keys()

@@ -55,11 +55,12 @@ def parallelize(
         zero, units, gradients, compute_dtype, wire_dtype: see `DataParallel`.
         timeout: seconds, the limit of every wait.
 
-    Every rank calls it with the same module; rank 0's parameter values are everyone's.  Errors: `PlanError` when the
-    mesh does not have as many ranks as there are processes, or needs an axis that cannot be executed, or heads do not
-    divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments that ranks do not share, what
-    `DataParallel` refuses, and, when it steps, an optimizer of the module's own parameters, or one that would train
-    other numbers (`parallel.optimizers`).
+    Every rank calls it with the same module; rank 0's parameters and buffers are everyone's. From then on buffers are
+    each rank's own: running means of BatchNorm are of its part of the batch, and of all only as `nn.SyncBatchNorm`.
+    Errors: `PlanError` when the mesh does not have as many ranks as there are processes, or needs an axis that cannot
+    be executed, or heads do not divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments
+    that ranks do not share, what `DataParallel` refuses, and, when it steps, an optimizer of the module's own
+    parameters, or one that would train other numbers (`parallel.optimizers`).
     """
     _check(module)
     found = resolve(module, roles or {})

@@ -1,4 +1,4 @@
-"""The global 2-norm of gradients, and clipping by it; every element counts once, whatever its layout.
+"""The global norm of gradients, and clipping by it; every element counts once, whatever its layout.
 
 Equals `torch.nn.utils.clip_grad_norm_` in one process, which called on one rank would see that rank's shard.
 
@@ -9,6 +9,7 @@ those of a reduction kernel may.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,6 +32,16 @@ def square_sum(gradients: Iterable[torch.Tensor], device: torch.device) -> torch
         chunks, rest = gradient[:whole].view(-1, CHUNK), gradient[whole:]
         total += torch.linalg.vector_norm(chunks, dim=1).double().square().sum()
         total += torch.linalg.vector_norm(rest, dtype=torch.promote_types(rest.dtype, torch.float64)).square().real
+    return total
+
+
+def power_sum(gradients: Iterable[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """Sum of the p-th powers of the sizes of all elements, their largest size for p = inf: fp64, [1]."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for gradient in gradients:
+        if gradient.numel():
+            size = torch.linalg.vector_norm(gradient, p, dtype=torch.promote_types(gradient.dtype, torch.float64)).real
+            total = torch.maximum(total, size) if p == math.inf else total + size**p
     return total
 
 

@@ -8,6 +8,7 @@ train or save other numbers without a word is refused.  `parallel.data` runs the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
@@ -15,8 +16,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from interlace.collectives import Boxes, Group, Window, sum_scalars
-from interlace.errors import CheckpointError, ConfigError
+from interlace.collectives import Boxes, Group, Window, all_gather, sum_scalars
+from interlace.errors import CheckpointError, ConfigError, NumericsError
 from interlace.parallel import norm as norms
 from interlace.parallel import owed
 from interlace.parallel.flat import Flat, Update
@@ -196,17 +197,38 @@ class Wrapped(nn.Module):
             everyone = everyone.view(self.outer.size, self.inner.size, -1).transpose(0, 1).flatten(0, 1)
         return norms.in_order(self._trainable, everyone)
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their 2-norm over the whole model is at most `max_norm`.  Collective.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients so that their norm over the whole model is at most `max_norm`.  Collective.
 
-        Returns the norm before, fp64, 0-d, the same on every rank.
+        norm_type: above 0, or inf, the largest size of an element.  Returns the norm before, fp64, 0-d, the same on
+        every rank.  NumericsError, with error_if_nonfinite, for a norm that is inf or NaN; nothing is scaled then.
         """
+        p = float(norm_type)
         if not float(max_norm) >= 0:
             raise ConfigError(f"clip_grad_norm_ takes a max_norm of at least 0, found {float(max_norm):g}.")
+        if not p > 0:
+            raise ConfigError(f"clip_grad_norm_ takes a norm_type above 0, or inf, found {p:g}.")
         self.refuse_unreduced("clip_grad_norm_")
-        norm = sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
+        norm = self._norm(p)
+        if error_if_nonfinite and not norm.isfinite():
+            raise NumericsError(
+                f"the norm of the gradients is {norm.item():g}; find the loss or the layer that made it"
+            )
         norms.scale([leaf.grad for leaf in self.leaves() if leaf.grad is not None], norms.factor(norm, max_norm))
         return norm
+
+    def _norm(self, p: float) -> torch.Tensor:
+        if p == 2:
+            return sum_scalars(self.square_sum(), self.axes, name="gradient norm").sqrt()[0]
+        gradients = (part for flat in self.counted for part in owed.counted(flat))
+        own = norms.power_sum(gradients, p, self.group.device)
+        if p < math.inf:
+            return (sum_scalars(own, self.axes, name="gradient norm") ** (1 / p))[0]
+        for group in self.axes:
+            own = all_gather(own, group, name="largest gradient").wait().amax(dim=0, keepdim=True)
+        return own[0]
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
