@@ -37,33 +37,18 @@ class Asked:
 
 def pieces(model: Decoder | Served, words: Tokenizer, asked: Asked, context: int) -> Iterator[str]:
     """The output, piece by piece."""
+    how: dict[str, Any] = {
+        "temperature": asked.temperature, "top_k": asked.top_k, "seed": asked.seed, "context": context,
+    }  # fmt: skip
     if not asked.in_lines:
         (prompt,) = asked.prompts
         yield prompt
-        yield from sample_text(
-            model,
-            words,
-            prompt,
-            asked.tokens,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            seed=asked.seed,
-            context=context,
-        )
+        yield from sample_text(model, words, prompt, asked.tokens, **how)
         yield "\n"
         return
     for first in range(0, len(asked.prompts), asked.batch):
         prompts = asked.prompts[first : first + asked.batch]
-        texts = sample_texts(
-            model,
-            words,
-            prompts,
-            asked.tokens,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            seed=asked.seed,
-            context=context,
-        )
+        texts = sample_texts(model, words, prompts, asked.tokens, **how)
         for prompt, text in zip(prompts, texts, strict=True):
             yield json.dumps({"prompt": prompt, "text": text}) + "\n"
 
