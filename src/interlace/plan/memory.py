@@ -39,7 +39,7 @@ from interlace.plan.activations import Stage, rows
 from interlace.plan.activations import held as held_activations
 from interlace.plan.context import as_data, largest
 from interlace.plan.expert import as_data as as_data_of_experts
-from interlace.plan.share import is_hybrid, micro_batch_count, overlapped
+from interlace.plan.share import is_hybrid, micro_batch_count, overlapped, reductions
 from interlace.plan.share import runs as flat_runs
 from interlace.plan.stages import layers_given, num_stages, placement_of, stages_of
 from interlace.schedule import generate, read_csv, validate
@@ -136,7 +136,8 @@ def _rank(config: Config, plan: ParallelPlan, device: str, rank: int, ways: over
     activations = held_activations(config, plan, device, own, sequences)
     tokens = sequences * math.ceil(config.data.sequence_length / plan.cp)
     vocab = math.ceil(cfg.vocab_size / plan.tp)
-    lends = plan.tp == 1 and config.run.reproducible != "plan" and not _reduces_each(plan, count)
+    sums = reductions(replace(config, plan=merged), config.train.global_batch)
+    lends = plan.tp == 1 and config.run.reproducible != "plan" and sums == 1
     lent = _windows(config, merged, runs, device) if lends else 0
     logits = _logits(tokens, vocab, cfg.hidden_size, compute, device, lent) if "head" in names else 0
     if logits and plan.tp > 1 and plan.sequence == "on":
@@ -213,7 +214,7 @@ def _moments(
     compute = config.train.itemsize
     count, _ = micro_batching(config, plan)
     fixed, hybrid = config.run.reproducible == "plan", 1 < plan.shard < plan.dp
-    each = _reduces_each(plan, count) and not fixed
+    each = not fixed and reductions(replace(config, plan=plan), config.train.global_batch) > 1
     narrow = config.train.precision == "bf16" and plan.dp > 1 and plan.pp == 1 and (fixed or each or count == 1)
     size = compute if narrow else 4
     whole, shards = 4 * sum(run.numel for run in runs), 4 * sum(run.held(plan.zero) for run in runs)
@@ -234,11 +235,6 @@ def _moments(
     yield stays + (0 if there else some) + largest, activations, kept, received
     last = (whole if in_place else shards) + (sums if plan.zero == 0 or hybrid else 0)
     yield last + some + largest, activations // max(1, layers), 0, received
-
-
-def _reduces_each(plan: ParallelPlan, count: int) -> bool:
-    """Whether gradients travel after each of several micro-batches."""
-    return plan.reduce == "micro_batch" and count > 1
 
 
 def _windows(config: Config, plan: ParallelPlan, runs: Sequence[_Run], device: str) -> int:
