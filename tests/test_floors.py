@@ -47,10 +47,10 @@ def table() -> dict[str, Part]:
     add(0, "plan report", ground)
     # Floor 1: numbers, memory, text.
     add(1, "random", ground, "torch triton")
-    add(1, "streams", "", "torch")
+    add(1, "streams permute", "", "torch")
     add(1, "symmetric", f"{ground} random streams", "torch triton numpy")
     add(1, "tokenizer", "errors", "tokenizers")
-    first = f"{ground} random streams symmetric"
+    first = f"{ground} random streams permute symmetric"
     # Floor 2: transfers and files.
     add(2, "failure", first, "torch")
     add(2, "world", f"{first} failure", "torch")
@@ -67,7 +67,7 @@ def table() -> dict[str, Part]:
     )
     # Floor 4: siblings; models know nothing of processes.
     add(4, "parallel", f"{second} kernels", "torch")
-    add(4, "models", f"{ground} random", "torch safetensors")
+    add(4, "models", f"{ground} random permute", "torch safetensors")
     # Floor 5: siblings.
     fourth = f"{second} kernels parallel models tokenizer"
     add(5, "train", fourth, "torch rich safetensors")

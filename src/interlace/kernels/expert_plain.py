@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, all_gather, all_to_all
+from interlace.permute import by_key, inverse, permuted
 
 
 def plain(
@@ -35,22 +36,23 @@ def plain(
     """
     k, X, ranks = experts_Nk.shape[1], sum(owners), group.size
     chosen_R = experts_Nk.flatten()
-    order_R = chosen_R.argsort(stable=True)
-    ones = torch.ones_like(chosen_R)
-    counts_X = ones.new_zeros(X + 1).scatter_add_(0, chosen_R, ones)[:X].contiguous()
+    order_R, counts_X = by_key(chosen_R, X)
+    inverse_R = inverse(order_R)
     counts_WX = all_gather(counts_X, group, name="expert counts").wait().view(ranks, X)
     sent = [int(part.sum()) for part in counts_X.split(list(owners))]
     first = sum(owners[: group.rank])
     taken_WL = counts_WX[:, first : first + owners[group.rank]]
     taken = taken_WL.sum(dim=1).tolist()
-    rows_RD = x_ND.repeat_interleave(k, dim=0).index_select(0, order_R[: sum(sent)])
+    rows_RD = permuted(x_ND.repeat_interleave(k, dim=0), order_R, inverse_R)[: sum(sent)]
     theirs_SD = swap(rows_RD, group, sent, taken, "dispatch")
     local_S = torch.arange(taken_WL.shape[1], device=x_ND.device).repeat(ranks)
-    by_expert_S = local_S.repeat_interleave(taken_WL.flatten(), output_size=sum(taken)).argsort(stable=True)
-    made_SD = gated(theirs_SD.index_select(0, by_expert_S), taken_WL.sum(dim=0), gate_LFD, up_LFD, down_LDF)
-    back_RD = swap(made_SD.index_select(0, by_expert_S.argsort()), group, taken, sent, "combine")
+    keys_S = local_S.repeat_interleave(taken_WL.flatten(), output_size=sum(taken))
+    order_S, counts_L = by_key(keys_S, taken_WL.shape[1])
+    inverse_S = inverse(order_S)
+    made_SD = gated(permuted(theirs_SD, order_S, inverse_S), counts_L, gate_LFD, up_LFD, down_LDF)
+    back_RD = swap(permuted(made_SD, inverse_S, order_S), group, taken, sent, "combine")
     back_RD = torch.cat([back_RD, back_RD.new_zeros(len(order_R) - sum(sent), x_ND.shape[1])])
-    made_NkD = back_RD.index_select(0, order_R.argsort()).view(len(x_ND), k, x_ND.shape[1])
+    made_NkD = permuted(back_RD, inverse_R, order_R).view(len(x_ND), k, x_ND.shape[1])
     total_ND = made_NkD[:, 0].float() * weights_Nk[:, 0, None]
     for choice in range(1, k):
         total_ND = total_ND + made_NkD[:, choice].float() * weights_Nk[:, choice, None]

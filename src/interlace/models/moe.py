@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from interlace import permute
 from interlace.config import ModelConfig
 from interlace.models import router
 from interlace.models.layers import MLP, Context, Linear
@@ -193,16 +194,16 @@ def mix(
     """
     k, X = experts_Nk.shape[1], len(gate_XFD)
     chosen_R = experts_Nk.flatten()  # R = N k
-    order = chosen_R.argsort(stable=True)
-    counts_X = torch.bincount(chosen_R, minlength=X + drops)[:X]
-    rows_RD = x_ND.repeat_interleave(k, dim=0).index_select(0, order)  # each is read once
+    order_R, counts_X = permute.by_key(chosen_R, X)
+    inverse_R = permute.inverse(order_R)
+    rows_RD = permute.permuted(x_ND.repeat_interleave(k, dim=0), order_R, inverse_R)
     if not drops:
         made_RD = experts(rows_RD, counts_X, gate_XFD, up_XFD, down_XDF)
     else:  # they stand last, where a grouped product leaves output and gradient unwritten
-        none_R1 = (chosen_R == X).index_select(0, order)[:, None]
+        none_R1 = (chosen_R == X).index_select(0, order_R)[:, None]
         made_RD = experts(rows_RD.masked_fill(none_R1, 0.0), counts_X, gate_XFD, up_XFD, down_XDF)
         made_RD = made_RD.masked_fill(none_R1, 0.0)
-    made_NkD = made_RD.index_select(0, order.argsort()).unflatten(0, (-1, k))
+    made_NkD = permute.permuted(made_RD, inverse_R, order_R).unflatten(0, (-1, k))
     return (made_NkD * weights_Nk[..., None]).sum(dim=1).to(x_ND.dtype)
 
 

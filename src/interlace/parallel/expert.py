@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from interlace.collectives import Group, all_to_all
 from interlace.collectives.autograd import Exchange
 from interlace.parallel.part import Part, replace_parameters
+from interlace.permute import by_key, inverse, permuted
 from interlace.plan import expert as plan
 from interlace.plan.tensor import slices
 from interlace.spec import Parameter, Role
@@ -151,12 +152,12 @@ class _Mixing:
     def __call__(self) -> Tensor:
         returning = []
         for moving, taken in self.leaving:
-            rows_RD, order_R, counts_X = _by_expert(moving.rows(), taken)
+            rows_RD, order_R, inverse_R, counts_X = _by_expert(moving.rows(), taken)
             made_RD = self.axis.experts(rows_RD, counts_X, *self.matrices)
-            back_RD = made_RD.index_select(0, order_R.argsort())
+            back_RD = permuted(made_RD, inverse_R, order_R)
             returning.append(Exchange(back_RD, self.axis.group, moving.taken, moving.given, "combine"))
         mixed = [
-            combine(moving.rows(), half.order_R, weights_Nk).to(self.dtype)
+            combine(moving.rows(), half.order_R, half.inverse_R, weights_Nk).to(self.dtype)
             for moving, half, weights_Nk in zip(returning, self.halves, self.weights, strict=True)
         ]
         return torch.cat(mixed) if len(mixed) > 1 else mixed[0]
@@ -175,21 +176,23 @@ class _Mixed:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of tokens, each k times, sorted by expert: `rows_RD`, by the order `order_R`; `counts_X` of each expert.
+    """Rows of tokens, each k times, sorted by expert: `rows_RD`, by an order; `counts_X` of each expert.
 
     Choices of no expert, whose number is X, stand last and are not counted: they stay at home.
     """
 
     rows_RD: Tensor
     order_R: Tensor
+    inverse_R: Tensor
     counts_X: Tensor
 
     @classmethod
     def of(cls, x_ND: Tensor, experts_Nk: Tensor, num_experts: int) -> Rows:
         chosen_R = experts_Nk.flatten()
-        order_R = chosen_R.argsort(stable=True)
-        counts_X = torch.bincount(chosen_R, minlength=num_experts)[:num_experts]
-        return cls(x_ND.repeat_interleave(experts_Nk.shape[1], dim=0).index_select(0, order_R), order_R, counts_X)
+        order_R, counts_X = by_key(chosen_R, num_experts)
+        inverse_R = inverse(order_R)
+        rows_RD = permuted(x_ND.repeat_interleave(experts_Nk.shape[1], dim=0), order_R, inverse_R)
+        return cls(rows_RD, order_R, inverse_R, counts_X)
 
 
 def exchange(halves: Sequence[Rows], axis: ExpertAxis) -> list[tuple[Exchange, Tensor]]:
@@ -216,17 +219,19 @@ def exchange(halves: Sequence[Rows], axis: ExpertAxis) -> list[tuple[Exchange, T
     ]
 
 
-def _by_expert(rows_RD: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that stand by rank, then expert, by expert, then rank; the order, and how many each expert has.
+def _by_expert(rows_RD: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows that stand by rank, then expert, by expert, then rank; the order, its inverse, and how many each expert has.
 
     taken: rows from each rank for each expert.
     """
     experts_R = torch.arange(taken.shape[1], device=taken.device).repeat(taken.shape[0])
-    order_R = experts_R.repeat_interleave(taken.flatten(), output_size=len(rows_RD)).argsort(stable=True)
-    return rows_RD.index_select(0, order_R), order_R, taken.sum(dim=0)
+    keys_R = experts_R.repeat_interleave(taken.flatten(), output_size=len(rows_RD))
+    order_R, counts_X = by_key(keys_R, taken.shape[1])
+    inverse_R = inverse(order_R)
+    return permuted(rows_RD, order_R, inverse_R), order_R, inverse_R, counts_X
 
 
-def combine(made_RD: Tensor, order_R: Tensor, weights_Nk: Tensor) -> Tensor:
+def combine(made_RD: Tensor, order_R: Tensor, inverse_R: Tensor, weights_Nk: Tensor) -> Tensor:
     """The weighted sum of what its k experts made of each token, added in the order of its choices: fp32 [N D].
 
     order_R: the order in which `made_RD` lies, of rows that stood token by token; those of no expert are left out at
@@ -235,7 +240,7 @@ def combine(made_RD: Tensor, order_R: Tensor, weights_Nk: Tensor) -> Tensor:
     without = len(order_R) - len(made_RD)
     if without:
         made_RD = torch.cat([made_RD, made_RD.new_zeros(without, made_RD.shape[1])])
-    made_NkD = made_RD.index_select(0, order_R.argsort()).unflatten(0, weights_Nk.shape)
+    made_NkD = permuted(made_RD, inverse_R, order_R).unflatten(0, weights_Nk.shape)
     weighted_NkD = made_NkD * weights_Nk[..., None]
     total_ND: Tensor = weighted_NkD[:, 0]
     for choice in range(1, weighted_NkD.shape[1]):

@@ -1,0 +1,47 @@
+"""Rows in another order, and the order that puts those of one key together.
+
+`permuted(x, order, inverse)` equals `x.index_select(0, order)` for an order that has every row once, and so do its
+gradients.  Quicker because its backward pass reads rows by the inverse order; that of `index_select`, which may not
+assume that no row comes twice, adds each into its place: 596 us for 32,768 rows of 2,048 bf16 numbers on one H200.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R, inverse_R)
+        return x_RD.index_select(0, order_R)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None]:
+        order_R, inverse_R = ctx.saved_tensors
+        return permuted(dy_RD, inverse_R, order_R), None, None
+
+
+def permuted(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """x_RD[order_R]; inverse_R: the order's `inverse`."""
+    made_RD: Tensor = _Permuted.apply(x_RD, order_R, inverse_R)  # type: ignore[no-untyped-call]
+    return made_RD
+
+
+def inverse(order_R: Tensor) -> Tensor:
+    """Where each row has gone: inverse(order)[order] is 0, 1, 2, ..."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+
+
+def by_key(keys_R: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The stable order of rows by their keys, int64 [R], and how many rows have each key from 0 to most - 1, int64.
+
+    Rows whose key is `most` stand last and are not counted.  No host waits for the counts, as one does in `bincount`.
+    """
+    narrow = torch.int16 if most < 1 << 15 else torch.int64  # a sort by radix makes a pass for each byte of a key
+    sorted_R, order_R = keys_R.to(narrow).sort(stable=True)
+    ends_X = torch.searchsorted(sorted_R, torch.arange(most, device=keys_R.device, dtype=narrow), right=True)
+    return order_R, ends_X.diff(prepend=ends_X.new_zeros(1))
