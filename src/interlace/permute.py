@@ -16,13 +16,13 @@ from torch import Tensor
 class _Permuted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
-        ctx.save_for_backward(order_R, inverse_R)
+        ctx.save_for_backward(inverse_R)
         return x_RD.index_select(0, order_R)
 
     @staticmethod
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None]:
-        order_R, inverse_R = ctx.saved_tensors
-        return permuted(dy_RD, inverse_R, order_R), None, None
+        (inverse_R,) = ctx.saved_tensors
+        return dy_RD.index_select(0, inverse_R), None, None
 
 
 def permuted(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
