@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.models.moe import mix
-from interlace.permute import by_key, inverse, permuted
+from interlace.permute import by_key, inverse, permuted, spread, total
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 130])
@@ -20,6 +20,31 @@ def test_permuted_is_index_select(rows: int) -> None:
     assert torch.equal(found, right)
     assert torch.equal(*(torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, right)))
     assert torch.equal(inverse(order)[order], torch.arange(rows))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("rows", "k"), [(0, 2), (5, 1), (9, 8)])
+def test_rows_spread_and_added_up_again(rows: int, k: int, compiled: bool) -> None:
+    made = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 3, generator=made, dtype=torch.float64, requires_grad=True)
+    order = torch.randperm(rows * k, generator=made)
+    weight = torch.randn(rows * k, 3, generator=made, dtype=torch.float64)
+
+    def there_and_back(x: torch.Tensor) -> torch.Tensor:
+        rows_RD = spread(x, k, order, inverse(order)) * weight[order]
+        return total(permuted(rows_RD, inverse(order), order).unflatten(0, (-1, k)))
+
+    run = torch.compile(there_and_back, backend="aot_eager") if compiled else there_and_back
+    found, right = run(x), (x.repeat_interleave(k, dim=0) * weight).unflatten(0, (-1, k)).sum(dim=1)
+    torch.testing.assert_close(found, right, rtol=1e-13, atol=1e-13)
+    own, theirs = (torch.autograd.grad((y**3).sum(), x)[0] for y in (found, right))
+    torch.testing.assert_close(own, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_total_is_rounded_once() -> None:
+    x = torch.tensor([[[256.0]] + [[1.0]] * 7]).view(1, 8, 1).bfloat16()  # bf16 has 8 bits: 256 + 1 is 256 each time
+    for run in (total, torch.compile(total, backend="aot_eager")):
+        assert run(x).item() == torch.tensor(263.0).bfloat16().item() == 264.0
 
 
 def test_permuted_has_second_derivatives() -> None:

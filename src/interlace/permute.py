@@ -3,6 +3,7 @@
 `permuted(x, order, inverse)` equals `x.index_select(0, order)` for an order that has every row once, and so do its
 gradients.  Quicker because its backward pass reads rows by the inverse order; that of `index_select`, which may not
 assume that no row comes twice, adds each into its place: 596 us for 32,768 rows of 2,048 bf16 numbers on one H200.
+`spread(x, k, order, inverse)` is `permuted` of every row k times, and `total` the way back.
 """
 
 from __future__ import annotations
@@ -31,9 +32,43 @@ def permuted(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     return made_RD
 
 
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, k: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        ctx.k = k
+        return x_ND.index_select(0, order_R // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return total(dy_RD.index_select(0, inverse_R).unflatten(0, (-1, ctx.k))), None, None, None
+
+
+def spread(x_ND: Tensor, k: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Every row k times, one after the other, in an order of all of these: [R D], R = N k."""
+    made_RD: Tensor = _Spread.apply(x_ND, k, order_R, inverse_R)  # type: ignore[no-untyped-call]
+    return made_RD
+
+
+def total(x_NkD: Tensor) -> Tensor:
+    """The sum over k, in fp32 or wider, rounded once: [N D].
+
+    The compiler makes of a sum of eight a reduction, which takes 744 us where additions are part of another kernel.
+    """
+    if not torch.compiler.is_compiling():
+        return x_NkD.sum(dim=1)
+    wide = torch.promote_types(x_NkD.dtype, torch.float32)
+    made_ND = x_NkD[:, 0].to(wide)
+    for choice in range(1, x_NkD.shape[1]):
+        made_ND = made_ND + x_NkD[:, choice].to(wide)
+    return made_ND.to(x_NkD.dtype)
+
+
 def inverse(order_R: Tensor) -> Tensor:
     """Where each row has gone: inverse(order)[order] is 0, 1, 2, ..."""
-    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+    places_R = torch.arange(len(order_R), device=order_R.device)
+    return torch.zeros_like(order_R).scatter(0, order_R, places_R)
 
 
 def by_key(keys_R: Tensor, most: int) -> tuple[Tensor, Tensor]:

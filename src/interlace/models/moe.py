@@ -196,7 +196,7 @@ def mix(
     chosen_R = experts_Nk.flatten()  # R = N k
     order_R, counts_X = permute.by_key(chosen_R, X)
     inverse_R = permute.inverse(order_R)
-    rows_RD = permute.permuted(x_ND.repeat_interleave(k, dim=0), order_R, inverse_R)
+    rows_RD = permute.spread(x_ND, k, order_R, inverse_R)
     if not drops:
         made_RD = experts(rows_RD, counts_X, gate_XFD, up_XFD, down_XDF)
     else:  # they stand last, where a grouped product leaves output and gradient unwritten
@@ -204,7 +204,7 @@ def mix(
         made_RD = experts(rows_RD.masked_fill(none_R1, 0.0), counts_X, gate_XFD, up_XFD, down_XDF)
         made_RD = made_RD.masked_fill(none_R1, 0.0)
     made_NkD = permute.permuted(made_RD, inverse_R, order_R).unflatten(0, (-1, k))
-    return (made_NkD * weights_Nk[..., None]).sum(dim=1).to(x_ND.dtype)
+    return permute.total(made_NkD * weights_Nk[..., None]).to(x_ND.dtype)
 
 
 def experts(rows_RD: Tensor, counts_X: Tensor, gate_XFD: Tensor, up_XFD: Tensor, down_XDF: Tensor) -> Tensor:
