@@ -39,6 +39,8 @@ VARIANTS = {
     "shared experts": changed(
         num_experts=4, experts_per_token=2, expert_ffn_size=12, router_bias=True, shared_ffn_size=20, shared_gate=True
     ),
+    "latent": changed(num_kv_heads=6, kv_rank=10, rotary_dim=2, out_bias=True, attention_sinks=True),
+    "latent, narrow values": changed(num_kv_heads=6, kv_rank=10, q_rank=7, rotary_dim=4, value_dim=5),
     "dense layers": changed(num_experts=4, expert_ffn_size=12, dense_layers=(0, 2), router_bias=True),
 }
 
@@ -143,7 +145,11 @@ def test_roles_dims_and_units(name: str) -> None:
         assert letters["H"] == parameter.numel if parameter.role is Role.HEAD else True
     roles = {parameter.name: parameter.role for parameter in spec.parameters(cfg)}
     assert roles["embedding.weight"] is Role.VOCAB
-    assert roles["blocks.1.attention.k.weight"] is Role.COLUMN
+    heads, narrow = ("q", "kv"), ("q_a", "kv_a")
+    for name in heads if cfg.kv_rank else ("q", "k", "v"):
+        assert roles[f"blocks.1.attention.{name}.weight"] is Role.COLUMN
+    for name in narrow[not cfg.q_rank :] if cfg.kv_rank else ():
+        assert roles[f"blocks.1.attention.{name}.weight"] is Role.LATENT
     assert roles["blocks.1.attention.out.weight"] is Role.ROW
 
 
@@ -186,6 +192,15 @@ def test_windows_and_documents() -> None:
     assert packed.attention == 3 * per_key * (81 + 16 + 9) / 16
     assert spec.flops_per_token(SMALL, 16, document_lengths=[9, 4, 3]).attention == packed.attention / 2
     assert packed.matmul == spec.flops_per_token(SMALL, 16).matmul
+
+
+def test_narrow_values_cost_less() -> None:
+    """Scores take the features of keys, the weighted sum those of values; kernels multiply zeros behind values."""
+    cfg = VARIANTS["latent, narrow values"]
+    assert spec.flops_per_token(cfg, 16, "full").attention == 3 * 2 * 6 * (8 + 5) * 16
+    assert spec.executed_matmul_flops(cfg, 2, 16, backward=False)["attention"] == 3 * 4 * 6 * 8 * 16 * 16 * 2
+    causal = spec.executed_matmul_flops(cfg, 2, 16, backward=False, convention="causal")["attention"]
+    assert causal == 3 * 4 * 6 * 8 * 16 * 16
 
 
 def test_causal_area_is_the_mean_number_of_visible_keys() -> None:
