@@ -83,8 +83,8 @@ class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
     `kv_rank` > 0: latent attention (`models.latent`, arXiv 2405.04434), whose keys and values are made of `kv_rank`
-    features of a position, queries of `q_rank` (0: of all); a head's `head_dim` features of query and key begin with the
-    `rotary_dim` that turn, which all heads share in the key, and a value has `value_dim` (0: as many).
+    features of a position, queries of `q_rank` (0: of all).  Of a head's `head_dim` features of query and key the first
+    `rotary_dim` turn, which in the key all heads share; its value has `value_dim` (0: as many).
 
     `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`, but for `dense_layers`, which
     have one of `ffn_size`; `window_layers` None means every layer once `sliding_window` (positions seen, itself

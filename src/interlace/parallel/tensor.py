@@ -13,12 +13,15 @@ which moves the same bytes and keeps 1/tp of what lies between the products.  Ro
 sequences flattened: "(B T)/tp D".  So a gather is one run of memory whatever B is, and no number has to divide: "B T/tp
 D" would cost a copy of x at every gather and scatter.
 
+Before the heads of latent attention stand a few features of each position, which every rank makes of its own rows, and
+only they travel, in one run (`Spread`); their gradients, the shared key's among them, add up on the way back.
+
 Products that read one input share its gather.  Gradients of weights that every rank holds but uses on a part of the
 rows or heads are owed over `tp`; the engine around the module pays them with the data axis's sum (`Part.owed`).  Row
 biases are added once, after the sum.
 
 The module keeps its names; its own modules stay where they are, apart from those without parameters that stand at the
-borders (`SharedInput`, `Vocabulary`, `Enter`, `Leave`), the row-split linears and the embedding.
+borders (`SharedInput`, `Spread`, `Vocabulary`, `Enter`, `Leave`), the row-split linears and the embedding.
 """
 
 from __future__ import annotations
@@ -108,7 +111,9 @@ def split_decoder(
         owner = parameter.name.rpartition(".")[0]
         parent, _, name = owner.rpartition(".")
         above = decoder.get_submodule(parent)
-        if parameter.role is Role.COLUMN:
+        if parameter.role is Role.LATENT:
+            above.spread = Spread(axis)
+        if parameter.role is Role.COLUMN and hasattr(above, "project"):
             above.project = SharedColumns(axis, is_chained(parent))
         if parameter.role is Role.ROW:
             ends = not hasattr(above, "core")  # attention is followed by more of its block
@@ -119,8 +124,9 @@ def split_decoder(
         if parameter.name.endswith(".q.weight"):
             core: Any = above.core
             core.first_head = parts[parameter.name].bound[0] // parameter.chunk
-            attention: Any = above
-            attention.reads = reads(heads[parameter.name], heads[f"{parent}.k.weight"], group.size, group.rank)
+            if f"{parent}.k.weight" in heads:
+                attention: Any = above
+                attention.reads = reads(heads[parameter.name], heads[f"{parent}.k.weight"], group.size, group.rank)
         if parameter.role is Role.VOCAB and (owner == "embedding" or parameter.tied_to):
             decoder.embedding = VocabularyEmbedding(decoder.get_submodule("embedding"), axis, parts[parameter.name])
         if parameter.role is Role.VOCAB and (owner == "head.output" or parameter.tied_to):
@@ -142,6 +148,20 @@ class SharedColumns(nn.Module):
         columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
         call = self.axis.gather_matmul if self.stays else functools.partial(by_itself, self.axis.gather_matmul)
         return call(x, weights, biases, context, columns)
+
+
+class Spread(nn.Module):
+    """In the place of what hands features of a position to all heads: those of all rows, in one transfer."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__()
+        self.axis = axis
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, parts: Sequence[Tensor], context: Any) -> Sequence[Tensor]:
+        group, count, joined = self.axis.group, self.axis.count(context), torch.cat(list(parts), dim=-1)
+        made = copy(joined, group) if count is None else gather(joined, group, count)
+        return made.split([part.shape[-1] for part in parts], dim=-1)
 
 
 class Row(nn.Module):
