@@ -474,6 +474,7 @@ def kept_by_a_block(world: World) -> list[list[Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {}, "qk_norm": {"qk_norm": True}, "gelu": {"norm": "layernorm", "activation": "gelu"},
         "dropout": {"dropout": 0.1}, "experts": {"num_experts": 4, "expert_ffn_size": 6},
+        "latent": LATENT, "latent, whole queries": LATENT | {"q_rank": 0, "value_dim": 0},
     }  # fmt: skip
     for (name, change), sequence in ((pair, form) for pair in kinds.items() for form in (True, False)):
         cfg = ModelConfig(**{**CFG, "num_layers": 1, "ffn_size": 22, **change})

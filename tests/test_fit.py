@@ -371,6 +371,8 @@ SMALL: dict[str, Any] = {
     "ffn_size": 40,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_ffn_size": 12, "experts_per_token": 2}
+LATENT: dict[str, Any] = {"num_kv_heads": 6, "kv_rank": 10, "rotary_dim": 2}
+NARROW = LATENT | {"q_rank": 7, "value_dim": 5}
 DEEPSEEK: dict[str, Any] = {
     "router_scores": "sigmoid",
     "router_bias": True,
@@ -436,6 +438,10 @@ def saved_bytes(
         EXPERTS | {"router_fp32": True, "capacity_factor": 4.0},  # room for all
         EXPERTS | {"shared_ffn_size": 20, "shared_gate": True},
         EXPERTS | DEEPSEEK,
+        LATENT,
+        NARROW,
+        NARROW | {"attention_dropout": 0.1},
+        EXPERTS | DEEPSEEK | NARROW | {"value_dim": 0},
     ],
     ids=lambda change: "-".join(change)[:60] or "plain",
 )
