@@ -99,6 +99,24 @@ def test_dots_llm1_and_glm_4_5_air() -> None:
     assert spec.total_parameters(cfg) // 10**9 == 106
 
 
+def test_deepseek_and_kimi() -> None:
+    """As published: V2 236 billion with 21 active, V2-Lite 15.7, V3 671 with 37 active, Kimi K2 1 trillion with 32."""
+    layers, sizes = "num_hidden_layers", {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+    v2: dict[str, Any] = {"model_type": "deepseek_v2", "vocab_size": 102400, "num_experts_per_tok": 6}
+    v2 |= {"first_k_dense_replace": 1}
+    large = {"hidden_size": 5120, "intermediate_size": 12288, layers: 60, "num_attention_heads": 128}
+    large |= {"n_routed_experts": 160, "moe_intermediate_size": 1536}
+    lite = {"hidden_size": 2048, "intermediate_size": 10944, layers: 27, "num_attention_heads": 16, "q_lora_rank": None}
+    lite |= {"num_key_value_heads": 16, "moe_intermediate_size": 1408}
+    v3 = sizes | {"model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128}
+    kimi = sizes | {"model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "n_routed_experts": 384}
+    kimi |= {"num_key_value_heads": 64, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    for config, total, active in ((v2 | large, 236, 21), (v3, 671, 37), (kimi, 1026, 32)):
+        cfg = hf_config.from_hf(config)
+        assert (round(spec.total_parameters(cfg) / 1e9), active) == (total, spec.active_parameters(cfg) // 10**9)
+    assert round(spec.total_parameters(hf_config.from_hf(v2 | lite)) / 1e9, 1) == 15.7
+
+
 def test_dense_layers_cost_what_they_do() -> None:
     """Parameters and FLOPs of each layer are those of a model all of whose layers are of its kind."""
     mixed, kinds = VARIANTS["dense layers"], (SMALL, changed(num_experts=4, expert_ffn_size=12))

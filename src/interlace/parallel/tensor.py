@@ -160,8 +160,9 @@ class Spread(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, parts: Sequence[Tensor], context: Any) -> Sequence[Tensor]:
         group, count, joined = self.axis.group, self.axis.count(context), torch.cat(list(parts), dim=-1)
-        made = copy(joined, group) if count is None else gather(joined, group, count)
-        return made.split([part.shape[-1] for part in parts], dim=-1)
+        made: Tensor = copy(joined, group) if count is None else gather(joined, group, count)
+        apart: Sequence[Tensor] = made.split([part.shape[-1] for part in parts], dim=-1)
+        return apart
 
 
 class Row(nn.Module):

@@ -132,8 +132,8 @@ def block_activations(
                 dropless router keeps
     selective   none, less what core attention keeps besides q, k, v and its output
 
-    Latent attention keeps norms and outputs of what is before its heads, on own rows, and over tp what reached them; q, k
-    and v, which has zeros behind it, are as wide as keys, the output beside that as wide as values.
+    Latent attention keeps norms and outputs of what is before its heads, on own rows, and over tp what reached them.
+    Its q, k and v, which has zeros behind it, are as wide as keys, the output beside the whole one as wide as values.
 
     A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
     """
