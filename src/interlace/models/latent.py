@@ -63,17 +63,45 @@ class LatentAttention(nn.Module):
         latent, shared = self.kv_a(x_BTD).split((self.kv_rank, self.turning), dim=-1)
         narrow = x_BTD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_BTD))
         narrow, latent, shared = self.spread((narrow, self.kv_a_norm(latent), shared), context)
-        q_BTHE = self._heads(self.q(narrow), batch, self.head_dim)
-        q_BTHE = rotate(q_BTHE, context.rotary)
+        q_BTHE = rotate(self._heads(self.q(narrow), batch, self.head_dim), context.rotary)
         if self.scale != 1.0:
             q_BTHE = q_BTHE * self.scale
         shared_BT1R = rotate(shared.reshape(batch, -1, 1, self.turning), context.rotary)
-        own = self.head_dim - self.turning  # features of a key that are its head's
-        k_BTHN, v_BTHE = self._heads(self.kv(latent), batch, own + self.value_dim).split((own, self.value_dim), dim=-1)
-        k_BTHE = torch.cat((shared_BT1R.expand(-1, -1, k_BTHN.shape[2], -1), k_BTHN), dim=-1)
-        v_BTHE = F.pad(v_BTHE, (0, self.head_dim - self.value_dim))
+        out_BTHV = self.attend(q_BTHE, latent.reshape(batch, -1, self.kv_rank), shared_BT1R, context)
+        return self.out(out_BTHV.flatten(2))
+
+    def attend(self, q_BTHE: Tensor, latent_BTC: Tensor, shared_BT1R: Tensor, context: Context) -> Tensor:
+        """Attention of turned and scaled queries: [B T H V].  Replaced where positions are kept."""
+        k_BTHE, v_BTHE = self.keys_and_values(latent_BTC, shared_BT1R)
         out_BTHE = self.core(q_BTHE, k_BTHE, v_BTHE, context, self.sinks)
-        return self.out(out_BTHE[..., : self.value_dim].flatten(2))
+        return out_BTHE[..., : self.value_dim]
+
+    def keys_and_values(self, latent_BTC: Tensor, shared_BT1R: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every head, both of E features."""
+        own = self.head_dim - self.turning  # features of a key that are its head's
+        made_BTHM = self._heads(self.kv(latent_BTC), len(latent_BTC), own + self.value_dim)
+        k_BTHM, v_BTHV = made_BTHM.split((own, self.value_dim), dim=-1)
+        k_BTHE = torch.cat((shared_BT1R.expand(-1, -1, k_BTHM.shape[2], -1), k_BTHM), dim=-1)
+        return k_BTHE, F.pad(v_BTHV, (0, self.head_dim - self.value_dim))
+
+    def attend_to_latents(self, q_BTHE: Tensor, kept_BSM: Tensor, mask_B1TS: Tensor) -> Tensor:
+        """The same, of positions of which the R features of the key that turned, and the latent, are kept: [B T H V].
+
+        No key and no value is made of them: what `kv` does to a latent is done to queries and outputs.  Scores are in
+        memory, so it is for a few queries.
+        """
+        weight_HMC = self.kv.weight.view(-1, self.head_dim - self.turning + self.value_dim, self.kv_rank)
+        of_k_HMC, of_v_HVC = weight_HMC.split((self.head_dim - self.turning, self.value_dim), dim=1)
+        turned, rest = q_BTHE.split((self.turning, self.head_dim - self.turning), dim=-1)
+        q_BTHM = torch.cat((turned, torch.einsum("bthm,hmc->bthc", rest, of_k_HMC)), dim=-1)
+        scores_BHTS = torch.einsum("bthm,bsm->bhts", q_BTHM, kept_BSM) * self.head_dim**-0.5
+        scores_BHTS = scores_BHTS.masked_fill(~mask_B1TS, float("-inf"))
+        if self.sinks is not None:
+            column = self.sinks[:, None, None].expand(*scores_BHTS.shape[:3], 1)
+            scores_BHTS = torch.cat((scores_BHTS, column), dim=3)
+        weights_BHTS = scores_BHTS.softmax(dim=-1)[..., : kept_BSM.shape[1]]
+        seen_BTHC = torch.einsum("bhts,bsc->bthc", weights_BHTS, kept_BSM[..., self.turning :])
+        return torch.einsum("bthc,hvc->bthv", seen_BTHC, of_v_HVC)
 
     def _heads(self, x: Tensor, batch: int, size: int) -> Tensor:
         return x.view(batch, -1, x.shape[-1] // size, size)
