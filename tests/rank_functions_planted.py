@@ -89,6 +89,11 @@ def router_not_summed(rank: int) -> Any:
     return mock.patch.object(tensor, "gather", gather)
 
 
+def latents_not_summed(rank: int) -> Any:
+    """Over tp each rank's heads give what all of them share, a latent and a rotary key, their own gradient alone."""
+    return mock.patch.object(tensor, "gather", dual.whole)
+
+
 def local_positions(rank: int) -> Any:
     """Rotary positions count from 0 on every rank of cp."""
     plain = Batch.at
@@ -234,6 +239,7 @@ OWN = (
     norm_twice_over_tp,
     vocabulary_off_by_one,
     router_not_summed,
+    latents_not_summed,
     local_positions,
     pieces_half_off,
     load_of_own_positions,

@@ -65,6 +65,20 @@ def test_presets_equal_the_published_files(preset: str, name: str) -> None:
     assert load(None, preset=preset).model_config() == read(CONFIGS / name)
 
 
+def test_the_preset_of_deepseek_v2_lite() -> None:
+    """The keys of its config.json that say anything."""
+    theirs: dict[str, Any] = {"model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048}
+    theirs |= {"intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512}
+    theirs |= {"num_key_value_heads": 16, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    theirs |= {"v_head_dim": 128, "moe_intermediate_size": 1408, "n_shared_experts": 2, "n_routed_experts": 64}
+    theirs |= {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "norm_topk_prob": False, "topk_method": "greedy"}
+    theirs |= {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "moe_layer_freq": 1}
+    theirs |= {"max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    theirs["rope_scaling"] = yarn | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    assert load(None, preset="deepseek-v2-lite").model_config() == from_hf(theirs)
+
+
 def test_mixture_of_experts() -> None:
     mixtral = read(CONFIGS / "Mixtral-8x7B-v0.1.json")
     assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.expert_ffn_size) == (8, 2, 14336)
