@@ -463,7 +463,7 @@ def test_a_block_whose_rows_go_to_their_experts_keeps_what_is_counted(halves: bo
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.xdist_group("compiled blocks")  # the compiler is imported once
-@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"norm": "layernorm", "activation": "gelu"}])
+@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"norm": "layernorm", "activation": "gelu"}, NARROW])
 def test_a_compiled_block_keeps_what_is_counted(change: dict[str, Any]) -> None:
     cfg = ModelConfig(**(SMALL | change))
     asked = block_activations(cfg, 2, 13, 2, device="cpu", compiled=True)

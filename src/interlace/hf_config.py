@@ -187,12 +187,16 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
         ("is_causal", (True,)),
         ("use_bidirectional_attention", (False,)),
         ("use_mrope", (False,)),
-        ("quantization_config", ({},)),
     ):
         if key in given and given[key] not in allowed:
             raise ConfigError(
                 f"{where}: {key} must be {json.dumps(allowed[0])} or absent, found {json.dumps(given[key])}"
             )
+    if how := given.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and weights are read as they "
+            "are: take a folder of bf16, fp16 or fp32 weights, or convert this one to it"
+        )
     for key in INTEGERS:
         integer(given.get(key, 0), key, where)
 
