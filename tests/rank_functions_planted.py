@@ -19,7 +19,7 @@ import rank_functions_context as contexts
 import rank_functions_train as train
 from interlace.collectives import Handle
 from interlace.collectives import autograd as dual
-from interlace.parallel import context, data, expert, flat, pipeline, stages, tensor
+from interlace.parallel import context, data, expert, flat, pipeline, spread, stages, tensor
 from interlace.parallel import split as splitting
 from interlace.parallel.part import Part
 from interlace.parallel.sequence import SequenceAxis
@@ -91,7 +91,11 @@ def router_not_summed(rank: int) -> Any:
 
 def latents_not_summed(rank: int) -> Any:
     """Over tp each rank's heads give what all of them share, a latent and a rotary key, their own gradient alone."""
-    return mock.patch.object(tensor, "gather", dual.whole)
+
+    def own_rows(group: Any, traced: bool, grad: Tensor) -> Tensor:
+        return grad.split(dual.balanced(len(grad), group.size))[group.rank]
+
+    return mock.patch.object(spread, "SCATTERED", own_rows)
 
 
 def local_positions(rank: int) -> Any:

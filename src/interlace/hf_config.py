@@ -194,8 +194,8 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
             )
     if how := given.get("quantization_config"):
         raise ConfigError(
-            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and weights are read as they "
-            "are: take a folder of bf16, fp16 or fp32 weights, or convert this one to it"
+            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and weights are read as "
+            "they are: take a folder of bf16, fp16 or fp32 weights, or convert this one to it"
         )
     for key in INTEGERS:
         integer(given.get(key, 0), key, where)

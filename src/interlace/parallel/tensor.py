@@ -42,6 +42,7 @@ from interlace.kernels.gather_matmul import gather_matmul
 from interlace.kernels.matmul_scatter import matmul_reduce, matmul_scatter
 from interlace.layout import split
 from interlace.parallel.part import Part, replace_parameters
+from interlace.parallel.spread import Spread
 from interlace.parallel.vocabulary import vocabulary_loss
 from interlace.plan.tensor import is_alike, reads, slices
 from interlace.spec import Parameter, Role
@@ -148,21 +149,6 @@ class SharedColumns(nn.Module):
         columns = sum(linear.out_features for linear in linears)  # of all ranks: a linear keeps its whole size
         call = self.axis.gather_matmul if self.stays else functools.partial(by_itself, self.axis.gather_matmul)
         return call(x, weights, biases, context, columns)
-
-
-class Spread(nn.Module):
-    """In the place of what hands features of a position to all heads: those of all rows, in one transfer."""
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, parts: Sequence[Tensor], context: Any) -> Sequence[Tensor]:
-        group, count, joined = self.axis.group, self.axis.count(context), torch.cat(list(parts), dim=-1)
-        made: Tensor = copy(joined, group) if count is None else gather(joined, group, count)
-        apart: Sequence[Tensor] = made.split([part.shape[-1] for part in parts], dim=-1)
-        return apart
 
 
 class Row(nn.Module):

@@ -214,8 +214,6 @@ def _no_graphs(cfg: Config, device: torch.device) -> str:
         return "a stage of a pipeline has several micro-batches under way"
     if cfg.model_config().num_experts:
         return "the host reads how many rows go to each expert"
-    if cfg.model_config().kv_rank and cfg.plan.tp > 1:
-        return "what the heads of latent attention share travels outside of compiled graphs"
     if cfg.plan.cp > 1:
         return "attention over the context axis takes turns that the host counts"
     if cfg.plan.recompute == "full":
