@@ -316,12 +316,16 @@ def changed(world: World, cases: list[dict[str, Any]]) -> list[dict[str, list[li
 
 
 def kept(world: World, length: int) -> list[tuple[int, int]]:
-    """Bytes that autograd keeps of one block, by exchange, documents or not, and sinks, beside those counted."""
+    """Bytes that autograd keeps of one block, by exchange, documents or not, sinks, and latent attention, beside those
+    counted."""
     group, found = group_of(world), []
-    cfg = ModelConfig(vocab_size=17, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24)
+    base = ModelConfig(
+        vocab_size=17, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, ffn_size=24
+    )
     for exchange in EXCHANGES:
-        for separate, sunk in ((False, False), (True, False), (True, True)):
-            cfg = dataclasses.replace(cfg, attention_sinks=sunk)
+        narrow = {"num_kv_heads": 4, "kv_rank": 5, "rotary_dim": 2, "value_dim": 3}
+        for separate, sunk, latent in ((False, False, {}), (True, False, {}), (True, True, {}), (False, False, narrow)):
+            cfg = dataclasses.replace(base, attention_sinks=sunk, **latent)
             decoder = Decoder(cfg)
             initialise(decoder, cfg, 0)
             axis = SequenceAxis(group, length, exchange)

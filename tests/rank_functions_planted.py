@@ -19,7 +19,7 @@ import rank_functions_context as contexts
 import rank_functions_train as train
 from interlace.collectives import Handle
 from interlace.collectives import autograd as dual
-from interlace.parallel import context, data, expert, flat, pipeline, stages, tensor
+from interlace.parallel import context, data, expert, flat, pipeline, spread, stages, tensor
 from interlace.parallel import split as splitting
 from interlace.parallel.part import Part
 from interlace.parallel.sequence import SequenceAxis
@@ -87,6 +87,15 @@ def router_not_summed(rank: int) -> Any:
         return dual.whole(x, group, count) if is_logits else plain(x, group, count)
 
     return mock.patch.object(tensor, "gather", gather)
+
+
+def latents_not_summed(rank: int) -> Any:
+    """Over tp each rank's heads give what all of them share, a latent and a rotary key, their own gradient alone."""
+
+    def own_rows(group: Any, traced: bool, grad: Tensor) -> Tensor:
+        return grad.split(dual.balanced(len(grad), group.size))[group.rank]
+
+    return mock.patch.object(spread, "SCATTERED", own_rows)
 
 
 def local_positions(rank: int) -> Any:
@@ -234,6 +243,7 @@ OWN = (
     norm_twice_over_tp,
     vocabulary_off_by_one,
     router_not_summed,
+    latents_not_summed,
     local_positions,
     pieces_half_off,
     load_of_own_positions,

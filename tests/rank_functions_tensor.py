@@ -220,6 +220,9 @@ CFG: dict[str, Any] = {
     "vocab_size": 65, "hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4,
     "ffn_size": 23,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_heads": 4, "num_kv_heads": 4, "head_dim": 12, "rotary_dim": 4, "q_rank": 16, "kv_rank": 8, "value_dim": 8,
+}  # fmt: skip
 
 
 def split_model(
@@ -271,6 +274,32 @@ def vocabulary_of_65(world: World) -> None:
         logits = model(tokens)
         close(logits.detach(), reference(tokens).detach(), "logits, gathered for whoever asks")
         assert len(set(_everyone(world, digest(model.whole_parameters())))) == 1, "ranks hold the same bits"
+
+
+def shared_latents(world: World) -> None:
+    """Steps of SGD on latent attention, whose narrow projections and rotary key all heads share: gradients of one
+    process, the same bits on all ranks."""
+    cfg = ModelConfig(**{**CFG, **LATENT})
+    reference = Decoder(cfg, dtype=torch.float64)
+    initialise(reference, cfg, seed=0)
+    models = [split_model(world, f"tp={world.size} dp=1", cfg, sequence)[0] for sequence in (True, False)]
+    for step in range(5):
+        tokens, labels = tokens_of(3, 13, 65, step)
+        reference.loss(tokens, labels)[0].backward()
+        for model in models:
+            model.run("loss", tokens, labels)[0].backward()
+            wrong = different(model.whole_gradients(), gradients(reference))
+            assert not wrong, wrong
+        with torch.no_grad():
+            for p in [*reference.parameters(), *(leaf for model in models for leaf in model.leaves())]:
+                p.sub_(0.01 * p.grad)
+                p.grad = None
+    for model in models:
+        wrong = different(model.whole_parameters(), weights(reference), 1e-9)
+        assert not wrong, wrong
+        own = [(name, leaf) for name, leaf in model.module.named_parameters() if "_a" in name]
+        assert len(own) == 8
+        assert len(set(_everyone(world, digest(own)))) == 1, "ranks hold the same bits"
 
 
 def collectives_of_a_layer(world: World) -> dict[str, list[list[int]]]:
@@ -339,7 +368,24 @@ def one_graph(world: World, backend: str) -> list[list[dict[str, int]]]:
             wrong = different(gradients_of[1].items(), gradients_of[0])
             assert not wrong, (sequence, overlap, step, wrong)
             told.append(sent)
+    _compiled_latents(world)
     return told
+
+
+def _compiled_latents(world: World) -> None:
+    """Blocks with latent attention, each one graph, beside plain ones."""
+    for sequence in (True, False):
+        pair = [_split_blocks(world, ModelConfig(**(CFG | LATENT)), sequence, "auto") for _ in range(2)]
+        for block in pair[1][0].blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        sent = []
+        for decoder, group in pair:
+            group.meter.reset_counts()
+            decoder.loss(*tokens_of(3, 13, 65))[0].backward()
+            sent.append({name: group.meter.sent[name, "tp"] for name in ("all_gather", "reduce_scatter")})
+        assert sent[0] == sent[1], sequence
+        wrong = different(gradients(pair[1][0]).items(), gradients(pair[0][0]))
+        assert not wrong, (sequence, wrong)
 
 
 def _split_blocks(world: World, cfg: ModelConfig, sequence: bool, overlap: str) -> tuple[Decoder, Group]:
@@ -432,6 +478,7 @@ def kept_by_a_block(world: World) -> list[list[Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "plain": {}, "qk_norm": {"qk_norm": True}, "gelu": {"norm": "layernorm", "activation": "gelu"},
         "dropout": {"dropout": 0.1}, "experts": {"num_experts": 4, "expert_ffn_size": 6},
+        "latent": LATENT, "latent, whole queries": LATENT | {"q_rank": 0, "value_dim": 0},
     }  # fmt: skip
     for (name, change), sequence in ((pair, form) for pair in kinds.items() for form in (True, False)):
         cfg = ModelConfig(**{**CFG, "num_layers": 1, "ffn_size": 22, **change})

@@ -192,6 +192,7 @@ def test_dimensions_without_a_preset() -> None:
 
 def test_every_preset_is_whole() -> None:
     names = {"tiny", "demo", "1.2b", "8b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "13b"}
+    names |= {"deepseek-v2-lite", "tiny-deepseek"}
     assert set(config.preset_names()) == names
     for name in config.preset_names():
         cfg = load(None, preset=name)

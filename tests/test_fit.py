@@ -371,6 +371,8 @@ SMALL: dict[str, Any] = {
     "ffn_size": 40,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "expert_ffn_size": 12, "experts_per_token": 2}
+LATENT: dict[str, Any] = {"num_kv_heads": 6, "kv_rank": 10, "rotary_dim": 2}
+NARROW = LATENT | {"q_rank": 7, "value_dim": 5}
 DEEPSEEK: dict[str, Any] = {
     "router_scores": "sigmoid",
     "router_bias": True,
@@ -436,6 +438,10 @@ def saved_bytes(
         EXPERTS | {"router_fp32": True, "capacity_factor": 4.0},  # room for all
         EXPERTS | {"shared_ffn_size": 20, "shared_gate": True},
         EXPERTS | DEEPSEEK,
+        LATENT,
+        NARROW,
+        NARROW | {"attention_dropout": 0.1},
+        EXPERTS | DEEPSEEK | NARROW | {"value_dim": 0},
     ],
     ids=lambda change: "-".join(change)[:60] or "plain",
 )
@@ -457,7 +463,7 @@ def test_a_block_whose_rows_go_to_their_experts_keeps_what_is_counted(halves: bo
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.xdist_group("compiled blocks")  # the compiler is imported once
-@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"norm": "layernorm", "activation": "gelu"}])
+@pytest.mark.parametrize("change", [{}, {"qk_norm": True}, {"norm": "layernorm", "activation": "gelu"}, NARROW])
 def test_a_compiled_block_keeps_what_is_counted(change: dict[str, Any]) -> None:
     cfg = ModelConfig(**(SMALL | change))
     asked = block_activations(cfg, 2, 13, 2, device="cpu", compiled=True)

@@ -35,13 +35,13 @@ def table() -> dict[str, Part]:
             parts[name] = Part(floor, frozenset(below.split()), frozenset(third_party.split()))
 
     # Floor 0: the standard library only, step by step.
-    words = "errors forms model_config config hf_config hf_rotary mesh"
+    words = "errors forms model_config config hf_config hf_latent hf_rotary mesh"
     values = "layout topology spec schedule events"
     ground = f"{words} {values} plan report"
     add(0, "errors", "")
     add(0, "forms", "errors")
     add(0, "model_config", "errors forms")
-    add(0, "config hf_config hf_rotary mesh", words)
+    add(0, "config hf_config hf_latent hf_rotary mesh", words)
     add(0, "layout", words)
     add(0, "topology spec schedule events", f"{words} layout")
     add(0, "plan report", ground)
@@ -62,7 +62,7 @@ def table() -> dict[str, Part]:
     add(
         3,
         "kernels",
-        " ".join({*second.split()} - {"forms", "model_config", "config", "hf_config", "hf_rotary"}),
+        " ".join({*second.split()} - {"forms", "model_config", "config", "hf_config", "hf_latent", "hf_rotary"}),
         "torch triton",
     )
     # Floor 4: siblings; models know nothing of processes.

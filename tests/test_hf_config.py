@@ -27,9 +27,12 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 QWEN = LLAMA | {"model_type": "qwen3", "head_dim": 8}
-REST = "qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe"
+REST = "qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe, deepseek_v2, deepseek_v3, kimi_k2"
 DOTS1 = {"model_type": "dots1", "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+V2 = {"model_type": "deepseek_v2", "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+V3 = {"model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
 EXPERTS = {"num_experts": 4, "expert_ffn_size": 8}
+LATENT = {"num_kv_heads": 6, "kv_rank": 5, "rotary_dim": 2}
 BIASED = EXPERTS | {
     "qk_norm": True,
     "router_scores": "sigmoid",
@@ -60,6 +63,20 @@ def test_real_files_survive_the_way_back(name: str) -> None:
 )
 def test_presets_equal_the_published_files(preset: str, name: str) -> None:
     assert load(None, preset=preset).model_config() == read(CONFIGS / name)
+
+
+def test_the_preset_of_deepseek_v2_lite() -> None:
+    """The keys of its config.json that say anything."""
+    theirs: dict[str, Any] = {"model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048}
+    theirs |= {"intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "kv_lora_rank": 512}
+    theirs |= {"num_key_value_heads": 16, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    theirs |= {"v_head_dim": 128, "moe_intermediate_size": 1408, "n_shared_experts": 2, "n_routed_experts": 64}
+    theirs |= {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "norm_topk_prob": False, "topk_method": "greedy"}
+    theirs |= {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "moe_layer_freq": 1}
+    theirs |= {"max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000}
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    theirs["rope_scaling"] = yarn | {"mscale": 0.707, "mscale_all_dim": 0.707}
+    assert load(None, preset="deepseek-v2-lite").model_config() == from_hf(theirs)
 
 
 def test_mixture_of_experts() -> None:
@@ -263,8 +280,8 @@ def test_experts_by_their_other_name() -> None:
     [
         (
             {"model_type": "gpt2"},
-            "model_type must be one of llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, dots1, glm4_moe, "
-            'found "gpt2": take a folder of one of these, since another type computes something else',
+            f'model_type must be one of llama, mistral, qwen2, {REST}, found "gpt2": '
+            "take a folder of one of these, since another type computes something else",
         ),
         *(
             ({"model_type": other}, f'model_type must be one of llama, mistral, qwen2, {REST}, found "{other}"')
@@ -290,15 +307,25 @@ def test_experts_by_their_other_name() -> None:
             "rope_scaling.original_max_position_embeddings must be an integer from 0",
         ),
         ({"model_type": "mixtral", "num_local_experts": 0}, "model_type mixtral needs at least 1 expert, found 0"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            '(quantization_config is {"quant_method": "gptq"}), and weights',
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers must be a list of layer numbers, found 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2]}, "model.dense_layers leaves none of 3 layers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step must be an integer of at least 1"),
+        ({"model_type": "deepseek_v2"}, "lacks num_experts_per_tok"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, 'deepseek_v3 must be "sigmoid", found "softmax"'),
         (
-            {"model_type": "deepseek_v3"},
-            "model_type deepseek_v3 has latent attention (kv_lora_rank), which this decoder does not do; routers like "
-            "its own are read from model_type dots1",
+            {"model_type": "kimi_k2", "topk_method": "greedy"},
+            'topk_method of model_type kimi_k2 must be "noaux_tc", found',
         ),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob of model_type deepseek_v2 must be false, found true"),
+        (V2 | {"attention_bias": True}, "attention_bias of model_type deepseek_v2 must be false, found true"),
+        (V2 | {"qk_rope_head_dim": "64"}, 'qk_rope_head_dim must be an integer from 0 to 100,000,000, found "64"'),
+        (V2 | {"qk_rope_head_dim": 0}, "qk_rope_head_dim must be an even number above 0, found 0"),
+        (V2 | {"num_key_value_heads": 1}, "found num_kv_heads 1: set it to 4"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
         ({"model_type": "dots1"}, "lacks n_routed_experts, num_experts_per_tok"),
         (DOTS1 | {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, found -1"),
         (DOTS1 | {"first_k_dense_replace": 7}, "model.dense_layers leaves none of 3 layers"),
@@ -403,6 +430,31 @@ def test_glm4_moe() -> None:
             assert int(head_dim * to_hf(some)["partial_rotary_factor"]) == turning
 
 
+def test_latent_attention_and_its_routers() -> None:
+    """Heads by their parts, null ranks, groups of either method; kimi_k2 comes back as deepseek_v3."""
+    cfg = from_hf(LLAMA | V3 | {"head_dim": 64, "num_nextn_predict_layers": 1})
+    expected = {"head_dim": 192, "rotary_dim": 64, "kv_rank": 512, "q_rank": 1536, "value_dim": 128, "num_kv_heads": 4}
+    expected |= {"num_experts": 256, "router_groups": 8, "router_top_groups": 4, "dense_layers": (0,)}
+    assert {key: getattr(cfg, key) for key in expected} == expected
+    assert (cfg.router_scores, cfg.router_bias, cfg.router_scale, cfg.norm_topk) == ("sigmoid", True, 2.5, True)
+    assert from_hf(json.loads(json.dumps(to_hf(cfg)))) == cfg
+    assert from_hf(LLAMA | V3 | {"model_type": "kimi_k2"}) == cfg
+    groups = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    for change, groups_of, q_rank in (({}, (1, 1), 1536), (groups, (8, 3), 1536), ({"q_lora_rank": None}, (1, 1), 0)):
+        cfg = from_hf(LLAMA | V2 | change)
+        assert (cfg.router_groups, cfg.router_top_groups, cfg.q_rank) == (*groups_of, q_rank)
+        assert (cfg.router_scores, cfg.router_bias, cfg.norm_topk, cfg.shared_ffn_size) == (
+            "softmax",
+            False,
+            False,
+            2814,
+        )
+        assert from_hf(json.loads(json.dumps(to_hf(cfg)))) == cfg
+    dense = from_hf(LLAMA | V3 | {"first_k_dense_replace": 3, "v_head_dim": 192})
+    assert (dense.num_experts, dense.value_dim) == (0, 0)
+    assert from_hf(json.loads(json.dumps(to_hf(dense)))) == dense
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*no such file"):
         read(tmp_path)
@@ -443,6 +495,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (BIASED | {"router_groups": 4}, "router_groups = 4"),
         (BIASED | {"shared_ffn_size": 12}, "shared_ffn_size = 12 with expert_ffn_size = 8"),
         (BIASED | {"shared_ffn_size": 16, "shared_gate": True}, "shared_gate = true"),
+        (LATENT | {"sliding_window": 4}, "the nearest model type, deepseek_v3, has no sliding_window = 4"),
+        (LATENT | {"out_bias": True}, "deepseek_v3, has no qkv_bias = false with out_bias = true"),
+        (LATENT | EXPERTS | {"shared_ffn_size": 8}, "deepseek_v2, has no norm_topk = true"),
+        (LATENT | EXPERTS, "deepseek_v2, has no shared_ffn_size = 0"),
+        (LATENT | EXPERTS | {"router_bias": True}, "deepseek_v3, has no router_scores = softmax"),
     ],
 )
 def test_models_without_a_hugging_face_type(change: dict[str, Any], found: str) -> None:

@@ -39,6 +39,8 @@ VARIANTS = {
     "shared experts": changed(
         num_experts=4, experts_per_token=2, expert_ffn_size=12, router_bias=True, shared_ffn_size=20, shared_gate=True
     ),
+    "latent": changed(num_kv_heads=6, kv_rank=10, rotary_dim=2, out_bias=True, attention_sinks=True),
+    "latent, narrow values": changed(num_kv_heads=6, kv_rank=10, q_rank=7, rotary_dim=4, value_dim=5),
     "dense layers": changed(num_experts=4, expert_ffn_size=12, dense_layers=(0, 2), router_bias=True),
 }
 
@@ -97,6 +99,24 @@ def test_dots_llm1_and_glm_4_5_air() -> None:
     assert spec.total_parameters(cfg) // 10**9 == 106
 
 
+def test_deepseek_and_kimi() -> None:
+    """As published: V2 236 billion with 21 active, V2-Lite 15.7, V3 671 with 37 active, Kimi K2 1 trillion with 32."""
+    layers, sizes = "num_hidden_layers", {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+    v2: dict[str, Any] = {"model_type": "deepseek_v2", "vocab_size": 102400, "num_experts_per_tok": 6}
+    v2 |= {"first_k_dense_replace": 1}
+    large = {"hidden_size": 5120, "intermediate_size": 12288, layers: 60, "num_attention_heads": 128}
+    large |= {"n_routed_experts": 160, "moe_intermediate_size": 1536}
+    lite = {"hidden_size": 2048, "intermediate_size": 10944, layers: 27, "num_attention_heads": 16, "q_lora_rank": None}
+    lite |= {"num_key_value_heads": 16, "moe_intermediate_size": 1408}
+    v3 = sizes | {"model_type": "deepseek_v3", "vocab_size": 129280, "num_attention_heads": 128}
+    kimi = sizes | {"model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "n_routed_experts": 384}
+    kimi |= {"num_key_value_heads": 64, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    for config, total, active in ((v2 | large, 236, 21), (v3, 671, 37), (kimi, 1026, 32)):
+        cfg = hf_config.from_hf(config)
+        assert (round(spec.total_parameters(cfg) / 1e9), active) == (total, spec.active_parameters(cfg) // 10**9)
+    assert round(spec.total_parameters(hf_config.from_hf(v2 | lite)) / 1e9, 1) == 15.7
+
+
 def test_dense_layers_cost_what_they_do() -> None:
     """Parameters and FLOPs of each layer are those of a model all of whose layers are of its kind."""
     mixed, kinds = VARIANTS["dense layers"], (SMALL, changed(num_experts=4, expert_ffn_size=12))
@@ -143,7 +163,11 @@ def test_roles_dims_and_units(name: str) -> None:
         assert letters["H"] == parameter.numel if parameter.role is Role.HEAD else True
     roles = {parameter.name: parameter.role for parameter in spec.parameters(cfg)}
     assert roles["embedding.weight"] is Role.VOCAB
-    assert roles["blocks.1.attention.k.weight"] is Role.COLUMN
+    heads, narrow = ("q", "kv"), ("q_a", "kv_a")
+    for name in heads if cfg.kv_rank else ("q", "k", "v"):
+        assert roles[f"blocks.1.attention.{name}.weight"] is Role.COLUMN
+    for name in narrow[not cfg.q_rank :] if cfg.kv_rank else ():
+        assert roles[f"blocks.1.attention.{name}.weight"] is Role.LATENT
     assert roles["blocks.1.attention.out.weight"] is Role.ROW
 
 
@@ -186,6 +210,15 @@ def test_windows_and_documents() -> None:
     assert packed.attention == 3 * per_key * (81 + 16 + 9) / 16
     assert spec.flops_per_token(SMALL, 16, document_lengths=[9, 4, 3]).attention == packed.attention / 2
     assert packed.matmul == spec.flops_per_token(SMALL, 16).matmul
+
+
+def test_narrow_values_cost_less() -> None:
+    """Scores take the features of keys, the weighted sum those of values; kernels multiply zeros behind values."""
+    cfg = VARIANTS["latent, narrow values"]
+    assert spec.flops_per_token(cfg, 16, "full").attention == 3 * 2 * 6 * (8 + 5) * 16
+    assert spec.executed_matmul_flops(cfg, 2, 16, backward=False)["attention"] == 3 * 4 * 6 * 8 * 16 * 16 * 2
+    causal = spec.executed_matmul_flops(cfg, 2, 16, backward=False, convention="causal")["attention"]
+    assert causal == 3 * 4 * 6 * 8 * 16 * 16
 
 
 def test_causal_area_is_the_mean_number_of_visible_keys() -> None:

@@ -1,9 +1,9 @@
 """Hugging Face `config.json` <-> ModelConfig: llama, mistral, qwen2 and qwen3, and with experts mixtral, qwen2_moe,
-qwen3_moe, dots1 and glm4_moe.
+qwen3_moe, dots1, glm4_moe, deepseek_v2, deepseek_v3 and kimi_k2.
 
-dots1 and glm4_moe have the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on attention that this
-decoder does.  Dense layers among layers of experts are the first so many there (`first_k_dense_replace`), any in the
-qwen types (`mlp_only_layers`, and all but every n-th by `decoder_sparse_step`).
+dots1 and glm4_moe have the router of DeepSeek-V3 (sigmoid scores, bias, groups, shared experts) on plain attention; the
+last three have latent attention (`hf_latent`).  Dense layers among layers of experts are the first so many there
+(`first_k_dense_replace`), any in the qwen types (`mlp_only_layers`, and all but every n-th by `decoder_sparse_step`).
 
 What a configuration says and this decoder does not do is refused by name, never dropped: an unknown rotary type, a
 key inside the rotary table that changes its meaning, quantised weights.  Absent keys take the
@@ -17,16 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from interlace import hf_latent
 from interlace.errors import ConfigError
 from interlace.hf_rotary import integer, partial, rope, table_of
-from interlace.model_config import ModelConfig
+from interlace.model_config import EXPERTS_ONLY, ModelConfig
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe")
+LATENT = hf_latent.TYPES
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1", "glm4_moe", *LATENT)
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 PER_LAYER = ("qwen2", "qwen3", "qwen2_moe", "dots1")  # whose layers have windows of their own
-BIASED = ("dots1", "glm4_moe")  # with the router of DeepSeek-V3
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")  # known, and refused for their attention
+BIASED = ("dots1", "glm4_moe", "deepseek_v3", "kimi_k2")  # with the router of DeepSeek-V3
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -37,6 +38,8 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "dots1": "Dots1ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # Absent key -> value, where the model types differ from one another.
@@ -92,11 +95,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-}
-# Where null is not as good as absent: no window, as many heads of keys as of queries, all features of a head turn.
-NULL = ("sliding_window", "num_key_value_heads", "partial_rotary_factor")
+} | hf_latent.DEFAULTS
+# Where null is not as good as absent: no window, as many heads of keys as of queries, all features of a head turn,
+# queries of all features.
+NULL = ("sliding_window", "num_key_value_heads", "partial_rotary_factor", "q_lora_rank")
 # Keys that change training alone, and that no config.json holds for every model type.
 TRAINING = ("dropout", "router_aux_loss", "router_z_loss", "router_bias_rate", "router_fp32", "capacity_factor")
+OF_EXPERTS = ("num_experts", "experts_per_token", "expert_ffn_size", "norm_topk", *EXPERTS_ONLY)
 # Those that are reckoned with before ModelConfig sees them.
 INTEGERS = (
     "num_hidden_layers",
@@ -121,6 +126,11 @@ def left_out(folder: str | Path) -> int:
     raw = _parsed(_file(folder))
     found = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
     return found if isinstance(found, int) and not isinstance(found, bool) else 0
+
+
+def pairs_neighbours(folder: str | Path) -> bool:
+    """Whether the features that turn are neighbours in a folder's weights of latent attention, not two halves."""
+    return bool(_parsed(_file(folder)).get("rope_interleave", True))
 
 
 def _file(folder: str | Path) -> Path:
@@ -148,20 +158,14 @@ def from_hf(config: Mapping[str, Any], where: str = "config.json") -> ModelConfi
     if not isinstance(config, Mapping):
         raise ConfigError(f"{where} must hold a JSON object, found {type(config).__name__}")
     kind = config.get("model_type")
-    if kind in LATENT:
-        raise ConfigError(
-            f"{where}: model_type {kind} has latent attention (kv_lora_rank), which this decoder does not do; routers "
-            "like its own are read from model_type dots1"
-        )
     if kind not in MODEL_TYPES:
         raise ConfigError(
             f"{where}: model_type must be one of {', '.join(MODEL_TYPES)}, found {json.dumps(kind)}: take a folder of "
             "one of these, since another type computes something else, also where its name is near"
         )
     given = _DEFAULTS[kind] | {key: value for key, value in config.items() if value is not None or key in NULL}
-    required: tuple[str, ...] = (
-        (*_REQUIRED, "n_routed_experts", "num_experts_per_tok") if kind == "dots1" else _REQUIRED
-    )
+    more = {"dots1": ("n_routed_experts", "num_experts_per_tok"), "deepseek_v2": ("num_experts_per_tok",)}
+    required: tuple[str, ...] = (*_REQUIRED, *more.get(kind, ()))
     if "num_local_experts" in given:  # another name
         required = tuple(key for key in required if key != "n_routed_experts")
     if missing := [key for key in required if key not in given]:
@@ -183,12 +187,16 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
         ("is_causal", (True,)),
         ("use_bidirectional_attention", (False,)),
         ("use_mrope", (False,)),
-        ("quantization_config", ({},)),
     ):
         if key in given and given[key] not in allowed:
             raise ConfigError(
                 f"{where}: {key} must be {json.dumps(allowed[0])} or absent, found {json.dumps(given[key])}"
             )
+    if how := given.get("quantization_config"):
+        raise ConfigError(
+            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and weights are read as "
+            "they are: take a folder of bf16, fp16 or fp32 weights, or convert this one to it"
+        )
     for key in INTEGERS:
         integer(given.get(key, 0), key, where)
 
@@ -201,7 +209,6 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         "num_layers": given["num_hidden_layers"],
         "num_heads": heads,
         "num_kv_heads": heads if given.get("num_key_value_heads") is None else given["num_key_value_heads"],
-        "head_dim": given["head_dim"] if "head_dim" in given else _head_dim(hidden, heads, where),
         "ffn_size": given["intermediate_size"],
         "norm_eps": given["rms_norm_eps"],
         "max_positions": given["max_position_embeddings"],
@@ -209,13 +216,17 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         "attention_dropout": given.get("attention_dropout", 0.0),
         "init_std": given.get("initializer_range", 0.02),
     }
+    if kind in LATENT:
+        dims |= hf_latent.attention(kind, given, where)
+    else:
+        dims["head_dim"] = given["head_dim"] if "head_dim" in given else _head_dim(hidden, heads, where)
     if kind == "qwen2_moe":
         dims["qkv_bias"] = given.get("qkv_bias", True)
     elif kind == "qwen2":
         dims["qkv_bias"] = True
     elif kind == "glm4_moe":
         dims["qkv_bias"] = given.get("attention_bias", False)
-    elif kind not in ("mistral", "mixtral"):
+    elif kind not in ("mistral", "mixtral", *LATENT):
         dims["qkv_bias"] = dims["out_bias"] = given.get("attention_bias", False)
     if kind == "llama":
         dims["mlp_bias"] = given.get("mlp_bias", False)
@@ -224,7 +235,9 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         dims["qk_norm"] = True
     if kind == "glm4_moe":
         dims["qk_norm"] = given.get("use_qk_norm", False)
-    if kind in BIASED:
+    if kind == "deepseek_v2":
+        dims |= hf_latent.experts(given)
+    elif kind in BIASED:
         dims |= _biased_experts(given)
     elif kind not in DENSE:
         dims |= _experts(kind, given)
@@ -234,7 +247,9 @@ def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if "num_experts" in dims:
         dims["dense_layers"] = _dense_layers(kind, given, where)
-    return dims | rope(kind, given, where, dims["head_dim"])
+    if kind in LATENT and len(dims["dense_layers"]) == dims["num_layers"]:
+        dims = {key: value for key, value in dims.items() if key not in OF_EXPERTS}
+    return rope(kind, given, where, dims.get("rotary_dim", dims["head_dim"])) | dims
 
 
 def _head_dim(hidden: Any, heads: Any, where: str) -> int:
@@ -290,7 +305,7 @@ def _dense_layers(kind: str, given: Mapping[str, Any], where: str) -> tuple[int,
         raise ConfigError(f"{where}: mlp_only_layers must be a list of layer numbers, found {json.dumps(named)}")
     if not isinstance(count, int):  # refused as num_layers
         return ()
-    if kind in BIASED:
+    if kind in BIASED or kind in LATENT:
         return tuple(range(min(first, count)))
     if kind == "mixtral":
         return ()
@@ -397,7 +412,9 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
         config |= {"qkv_bias": cfg.qkv_bias, "shared_expert_intermediate_size": cfg.shared_ffn_size}
     if kind == "glm4_moe":
         config |= {"use_qk_norm": cfg.qk_norm, "partial_rotary_factor": partial(cfg)}
-    if kind in BIASED:
+    if kind in LATENT:
+        config |= hf_latent.keys(cfg, kind)
+    elif kind in BIASED:
         config |= {
             "n_routed_experts": cfg.num_experts,
             "num_experts_per_tok": cfg.experts_per_token,
@@ -420,6 +437,9 @@ def to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 def nearest_type(cfg: ModelConfig) -> str:
     """The model type whose names the weights of `cfg` take."""
+    if cfg.kv_rank:
+        biased = not cfg.num_experts or cfg.router_scores == "sigmoid" or cfg.router_bias
+        return "deepseek_v3" if biased else "deepseek_v2"
     if not cfg.num_experts:
         if cfg.qk_norm:
             return "qwen3"
@@ -437,28 +457,30 @@ def nearest_type(cfg: ModelConfig) -> str:
 def _model_type(cfg: ModelConfig) -> str:
     """The one model type that computes what `cfg` does, or the first reason why there is none."""
     kind = nearest_type(cfg)
-    size = cfg.expert_ffn_size
+    size, is_v3 = cfg.expert_ffn_size, kind in BIASED and cfg.num_experts > 0
+    deep = is_v3 or kind == "deepseek_v2"
     reasons: tuple[tuple[bool, str], ...] = (
         (kind == "dots1" and not cfg.qk_norm, "qk_norm = False"),
-        (kind in BIASED and cfg.router_scores != "sigmoid", f"router_scores = {cfg.router_scores}"),
-        (kind in BIASED and not cfg.router_bias, "router_bias = False"),
-        (kind in BIASED and cfg.num_experts < 2 * cfg.router_groups, f"router_groups = {cfg.router_groups}"),
-        (kind in BIASED and cfg.shared_gate, "shared_gate = True"),
+        (is_v3 and cfg.router_scores != "sigmoid", f"router_scores = {cfg.router_scores}"),
+        (is_v3 and not cfg.router_bias, "router_bias = False"),
+        (is_v3 and cfg.num_experts < 2 * cfg.router_groups, f"router_groups = {cfg.router_groups}"),
+        (deep and cfg.shared_gate, "shared_gate = True"),
         (
-            kind in BIASED and (cfg.shared_ffn_size == 0 or cfg.shared_ffn_size % size > 0),
+            deep and (cfg.shared_ffn_size == 0 or cfg.shared_ffn_size % size > 0),
             f"shared_ffn_size = {cfg.shared_ffn_size} with expert_ffn_size = {size}",
         ),
         (kind == "qwen2_moe" and not cfg.shared_gate, "shared_gate = False"),
         (kind == "qwen2_moe" and cfg.qk_norm, "qk_norm = True with shared_gate = True"),
         (kind == "qwen2_moe" and cfg.out_bias, "out_bias = True"),
         (
-            kind in BIASED and cfg.dense_layers != tuple(range(len(cfg.dense_layers))),
+            deep and cfg.dense_layers != tuple(range(len(cfg.dense_layers))),
             f"dense_layers = {list(cfg.dense_layers)}, which are not its first",
         ),
         (kind == "mixtral" and len(cfg.dense_layers) > 0, f"dense_layers = {list(cfg.dense_layers)}"),
-        (kind != "glm4_moe" and cfg.rotary_dim > 0, f"rotary_dim = {cfg.rotary_dim}"),
+        (kind not in ("glm4_moe", *LATENT) and cfg.rotary_dim > 0, f"rotary_dim = {cfg.rotary_dim}"),
         (kind == "glm4_moe" and cfg.out_bias, "out_bias = True"),
-        (kind not in BIASED and cfg.router_scale != 1.0, f"router_scale = {cfg.router_scale:g}"),
+        (kind == "deepseek_v2" and cfg.norm_topk, "norm_topk = True"),
+        (kind not in (*BIASED, *LATENT) and cfg.router_scale != 1.0, f"router_scale = {cfg.router_scale:g}"),
         (cfg.norm != "rmsnorm", f"norm = {cfg.norm}"),
         (cfg.activation != "swiglu", f"activation = {cfg.activation}"),
         (
@@ -468,6 +490,7 @@ def _model_type(cfg: ModelConfig) -> str:
         (kind in ("mistral", "mixtral") and cfg.qkv_bias, "qkv_bias = True"),
         (kind == "mixtral" and not cfg.norm_topk, "norm_topk = False"),
         (kind != "llama" and cfg.mlp_bias, "mlp_bias = True"),
+        (kind in LATENT and cfg.sliding_window is not None, f"sliding_window = {cfg.sliding_window}"),
         (kind in ("mistral", "mixtral", "qwen3_moe") and cfg.window_layers is not None, "window_layers"),
         (cfg.attention_sinks, "attention_sinks = True"),
         (cfg.sink_tokens > 0, f"sink_tokens = {cfg.sink_tokens}"),

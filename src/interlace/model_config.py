@@ -82,6 +82,10 @@ EXPERTS_ONLY = (
 class ModelConfig(Section):
     """Dimensions of a decoder: everything that `spec` and `models` need, and nothing about a run.
 
+    `kv_rank` > 0: latent attention (`models.latent`, arXiv 2405.04434), whose keys and values are made of `kv_rank`
+    features of a position, queries of `q_rank` (0: of all).  Of a head's `head_dim` features of query and key the first
+    `rotary_dim` turn, which in the key all heads share; its value has `value_dim` (0: as many).
+
     `num_experts` > 0 makes every layer's MLP a mixture of experts of `expert_ffn_size`, but for `dense_layers`, which
     have one of `ffn_size`; `window_layers` None means every layer once `sliding_window` (positions seen, itself
     included) is set.  `attention_sinks` gives each head a learned logit in its softmax's denominator; with
@@ -115,6 +119,9 @@ class ModelConfig(Section):
     rope_theta: Above0 = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: Count = 0
+    kv_rank: Count = 0
+    q_rank: Count = 0
+    value_dim: Count = 0
     max_positions: Positive = 2048
     sliding_window: Positive | None = None
     window_layers: tuple[Count, ...] | None = None
@@ -160,6 +167,7 @@ class ModelConfig(Section):
                 f"model.rotary_dim must be even and below head_dim {self.head_dim} (0 = all of it), "
                 f"found {self.rotary_dim}: nearest is {closest(self.rotary_dim, range(0, self.head_dim, 2))}"
             )
+        self._check_latent()
         if self.num_experts:
             self._check_experts()
             self._check_groups()
@@ -172,6 +180,33 @@ class ModelConfig(Section):
                 f"model.sink_tokens {self.sink_tokens} needs model.sliding_window, found none: without a window every "
                 "position before a query is seen"
             )
+
+    def _check_latent(self) -> None:
+        if not self.kv_rank:
+            for key in ("q_rank", "value_dim"):
+                if found := getattr(self, key):
+                    raise ConfigError(f"model.{key} {found} needs model.kv_rank of at least 1, found 0")
+            return
+        if not self.rotary_dim:
+            raise ConfigError(
+                f"model.kv_rank {self.kv_rank} needs model.rotary_dim, the features of a key that turn and that all "
+                f"heads share, from 2 to below head_dim {self.head_dim}, found 0"
+            )
+        if self.value_dim > self.head_dim:
+            raise ConfigError(
+                f"model.value_dim must be at most head_dim {self.head_dim} (0 = as many), found {self.value_dim}"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ConfigError(
+                f"model.kv_rank {self.kv_rank} makes a key and a value for each of num_heads {self.num_heads}, found "
+                f"num_kv_heads {self.num_kv_heads}: set it to {self.num_heads}"
+            )
+        for key in ("qk_norm", "qkv_bias"):
+            if getattr(self, key):
+                raise ConfigError(
+                    f"model.{key} true with model.kv_rank {self.kv_rank}: latent attention has norms of its own and no "
+                    f"biases before its heads, so set {key} to false"
+                )
 
     def _check_experts(self) -> None:
         if self.experts_per_token > self.num_experts:
@@ -225,6 +260,17 @@ class ModelConfig(Section):
         if self.sliding_window is None:
             raise ConfigError("model.window_layers needs model.sliding_window, found none")
         _check_layers("window_layers", layers, self.num_layers)
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Features of a position that reach the heads of latent attention: of queries, of keys and values, and the part
+        of the key that turns."""
+        return (self.q_rank or self.hidden_size) + self.kv_rank + self.rotary_dim
 
     @property
     def has_router_losses(self) -> bool:

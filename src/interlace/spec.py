@@ -10,8 +10,9 @@ length L (sequence length T without documents), window w and n sink tokens, with
     full    4 H E m               every key of the window, future ones included
     causal  4 H E (m - m^2 / 2L)  half of it where m = L: the triangle's area, its diagonal counted half
 
-so packed documents give 4 H E sum(L^2) / sum(L), and half of that.  A mixture of experts counts the experts that a
-token visits, the router, and the shared expert with its gate; what a limit of the experts' room drops still counts.
+so packed documents give 4 H E sum(L^2) / sum(L), and half of that; with values of V features, as in latent attention,
+it is 2 H (E + V) for 4 H E.  A mixture of experts counts the experts that a token visits, the router, and the shared
+expert with its gate; what a limit of the experts' room drops still counts.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Role(StrEnum):
     HEAD = "head"  # a number for each query head, split with them
     NORM = "norm"  # whole on every rank; used on split positions or heads, so its gradient is owed +tp
     BIAS = "bias"  # bias of a row-split product: whole, added once after the sum
+    LATENT = "latent"  # whole on every rank, on its rows of the residual stream: before the heads of latent attention
     ROUTER = "router"  # whole on every rank; also the gate of a shared expert
     EXPERT = "expert"  # stacked experts: first dimension over ep, F over tp
     REPLICATED = "replicated"  # whole on every rank, for roles given to a user's own module
@@ -144,14 +146,17 @@ def _block(cfg: ModelConfig, layer: int) -> Iterator[Parameter]:
     yield from _norm(f"{unit}.attention_norm", D, "D", unit, bias=layernorm)
     if cfg.attention_sinks:
         yield Parameter(f"{unit}.attention.sinks", (cfg.num_heads,), Role.HEAD, "H", unit, False, "normal", std)
-    for name, rows in (("q", N), ("k", M), ("v", M)):
-        module = f"{unit}.attention.{name}"
-        yield from _matrix(module, (rows, D), Role.COLUMN, "N D", unit, std, cfg.qkv_bias, cfg.head_dim)
+    if cfg.kv_rank:
+        yield from _latent(cfg, f"{unit}.attention", unit)
+    else:
+        for name, rows in (("q", N), ("k", M), ("v", M)):
+            module = f"{unit}.attention.{name}"
+            yield from _matrix(module, (rows, D), Role.COLUMN, "N D", unit, std, cfg.qkv_bias, cfg.head_dim)
     if cfg.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield from _norm(f"{unit}.attention.{name}", cfg.head_dim, "E", unit)
-    out = f"{unit}.attention.out"
-    yield from _matrix(out, (D, N), Role.ROW, "D N", unit, residual_std, cfg.out_bias, cfg.head_dim)
+    out, width = f"{unit}.attention.out", cfg.num_heads * cfg.value_size
+    yield from _matrix(out, (D, width), Role.ROW, "D N", unit, residual_std, cfg.out_bias, cfg.value_size)
 
     yield from _norm(f"{unit}.mlp_norm", D, "D", unit, bias=layernorm)
     if cfg.has_experts(layer):
@@ -165,6 +170,21 @@ def _block(cfg: ModelConfig, layer: int) -> Iterator[Parameter]:
             yield from _matrix(f"{unit}.moe.shared_gate", (1, D), Role.ROUTER, "one D", unit, std)
         return
     yield from _mlp(cfg, f"{unit}.mlp", F, unit)
+
+
+def _latent(cfg: ModelConfig, module: str, unit: str) -> Iterator[Parameter]:
+    """What stands before the heads of latent attention."""
+    D, H, R, std = cfg.hidden_size, cfg.num_heads, cfg.kv_rank, cfg.init_std
+    if cfg.q_rank:
+        yield from _matrix(f"{module}.q_a", (cfg.q_rank, D), Role.LATENT, "R D", unit, std)
+        yield from _norm(f"{module}.q_a_norm", cfg.q_rank, "R", unit)
+    rows, of_key = H * cfg.head_dim, cfg.head_dim - cfg.rotary_dim
+    shape = rows, cfg.q_rank or D
+    yield from _matrix(f"{module}.q", shape, Role.COLUMN, "N M", unit, std, chunk=cfg.head_dim)
+    yield from _matrix(f"{module}.kv_a", (R + cfg.rotary_dim, D), Role.LATENT, "R D", unit, std)
+    yield from _norm(f"{module}.kv_a_norm", R, "R", unit)
+    head = of_key + cfg.value_size
+    yield from _matrix(f"{module}.kv", (H * head, R), Role.COLUMN, "N M", unit, std, chunk=head)
 
 
 def _mlp(cfg: ModelConfig, module: str, F: int, unit: str) -> Iterator[Parameter]:
@@ -263,7 +283,7 @@ def _attention(cfg: ModelConfig, unit: str, lengths: Sequence[int]) -> Operation
         seen = length if window is None else min(length, window + cfg.sink_tokens)
         full += length * seen
         causal += length * seen - seen * seen / 2
-    per_key = 4 * cfg.num_heads * cfg.head_dim / sum(lengths)
+    per_key = 2 * cfg.num_heads * (cfg.head_dim + cfg.value_size) / sum(lengths)
     shape = (cfg.num_heads, cfg.head_dim)
     return Operation(f"{unit}.attention", unit, "attention", shape, per_key * full, per_key * causal)
 
@@ -304,6 +324,7 @@ def executed_matmul_flops(
     saved probabilities.  Recompute adds one forward; "selective" around a math kernel that ends early only the
     scores' half.  convention "full": all T x T pairs, as a masked kernel runs them whatever the window and as torch's
     FlopCounterMode counts them (it counts no SDPA on CPU); "causal": only visible pairs, as in `flops_per_token`.
+    Values of fewer features than keys are multiplied with zeros behind them.
     """
     for name, asked, known in (
         ("recompute", recompute, ("none", "selective", "full")),
@@ -317,7 +338,8 @@ def executed_matmul_flops(
     for operation in operations(cfg, sequence):
         if operation.kind == "attention":
             every_pair = 4 * cfg.num_heads * cfg.head_dim * sequence
-            forward = every_pair if convention == "full" else operation.causal
+            padded = 2 * cfg.head_dim / (cfg.head_dim + cfg.value_size)
+            forward = every_pair if convention == "full" else operation.causal * padded
             times = 1.0
             if backward:
                 times += 2.5 if attention == "flash" else 2.0

@@ -18,6 +18,7 @@ TINY = ModelConfig(
     vocab_size=37, hidden_size=20, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=28, init_std=0.2
 )
 MOE = {"num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 11, "router_aux_loss": 0.01}
+LATENT = {"kv_rank": 5, "rotary_dim": 2, "num_kv_heads": 4}
 SWITCHES = [
     {"norm": "layernorm"},
     {"activation": "gelu"},
@@ -33,6 +34,8 @@ SWITCHES = [
     MOE,
     MOE | {"dense_layers": (0,)},
     {"rotary_dim": 2},
+    LATENT,
+    LATENT | {"q_rank": 7, "value_dim": 3},
 ]
 
 

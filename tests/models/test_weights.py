@@ -56,6 +56,23 @@ GLM4 = {
     "n_shared_experts": 1,
     "num_hidden_layers": 3,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "q_lora_rank": 7,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
+MSCALE = YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.1}
 KINDS = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -146,6 +163,37 @@ KINDS = {
             "routed_scaling_factor": 1.5,
             "rope_parameters": YARN | {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
         },
+    ),
+}
+
+
+KINDS |= {
+    "deepseek_v2": ("deepseek_v2", LATENT),
+    "deepseek_v2, whole queries, groups, mscale": (
+        "deepseek_v2",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": MSCALE,
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3, yarn, whole queries, no dense layer": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "v_head_dim": 10,
+            "rope_parameters": MSCALE | {"mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v3, halves, no experts": (
+        "deepseek_v3",
+        LATENT | {"rope_interleave": False, "first_k_dense_replace": 2, "q_lora_rank": None},
     ),
 }
 

@@ -61,6 +61,12 @@ def test_65_words_and_13_positions_over_ranks_that_do_not_divide_them(run_ranks:
     run_ranks(f"{OURS}:vocabulary_of_65", tp)
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_all_heads_of_latent_attention_share(run_ranks: Run, tp: int) -> None:
+    """pytorch/torchtitan#1373: a rank's backward pass sees the shared key through its own heads alone."""
+    run_ranks(f"{OURS}:shared_latents", tp)
+
+
 def test_collectives_of_a_layer(run_ranks: Run) -> None:
     """Two gathers and two scatters each way where rows are split, two all-reduces each way where not."""
     for found in run_ranks(f"{OURS}:collectives_of_a_layer", 2):

@@ -56,6 +56,19 @@ def test_with_memory_and_links_for_nothing_only_flops_are_left() -> None:
     assert found.mfu(topology, 2, "bf16") == pytest.approx(flops.total * 2 * tokens / (found.seconds * 2 * peak))
 
 
+def test_latent_attention_is_priced_as_it_runs() -> None:
+    """Zeros behind values are multiplied; what is before the heads runs on own rows, with sequence=off on all."""
+    words = ("model.num_layers=2", "model.dense_layers=[]", "model.num_experts=0", "model.shared_ffn_size=0")
+    words += ("model.router_fp32=false", "model.q_rank=1024")
+    on, off = (configured("deepseek-v2-lite", f"tp=2 sequence={form}", 4, 4096, *words) for form in ("on", "off"))
+    priced, whole = (price(cfg, cfg.plan, H200) for cfg in (on, off))
+    narrow = 2 * 3 * 2 * 2048 * (1024 + 512 + 64) * 4 * 4096  # of both layers and three products each
+    peak = H200.flops_per_second("bf16") * H200.matmul_efficiency["bf16"]
+    assert whole.products - priced.products == pytest.approx(LONGER * narrow / 2 / peak, rel=0.25)  # tiles in waves
+    alike = configured("deepseek-v2-lite", "tp=2", 4, 4096, *words, "model.value_dim=192")
+    assert price(alike, alike.plan, H200).attention == pytest.approx(priced.attention, rel=1e-9)
+
+
 MEASURED = [  # ms of steps on two H200s: benchmarks/results, 29 and 30 November 2026
     ("1.2b", "dp=2 zero=1", 8, "true", 266.2),
     ("1.2b", "dp=2 zero=3", 8, "true", 266.9),

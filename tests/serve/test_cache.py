@@ -36,6 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "sinks": {"attention_sinks": True},
     "sinks in a window": {"attention_sinks": True, "sliding_window": 4},
     "norms of heads, biases, half of the features turn": {"qk_norm": True, "qkv_bias": True, "rotary_dim": 2},
+    "latents": {"num_kv_heads": 6, "kv_rank": 7, "q_rank": 5, "rotary_dim": 2, "value_dim": 3},
+    "latents in a window, with sinks": {
+        "num_kv_heads": 6, "kv_rank": 7, "rotary_dim": 2, "sliding_window": 5, "attention_sinks": True,
+    },
     "experts": {"num_experts": 5, "expert_ffn_size": 12, "experts_per_token": 2},
     "experts with limits, which evaluation has not": {
         "num_experts": 5, "expert_ffn_size": 12, "experts_per_token": 2, "capacity_factor": 0.5,

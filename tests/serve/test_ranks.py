@@ -102,6 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window, biases": {"sliding_window": 5, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
     "window of some layers, with its first tokens": {"sliding_window": 3, "window_layers": [0, 2], "sink_tokens": 2},
     "sinks in a window, norms of heads": {"attention_sinks": True, "sliding_window": 4, "qk_norm": True},
+    "latents": {"num_kv_heads": 4, "kv_rank": 7, "q_rank": 5, "rotary_dim": 2, "value_dim": 3},
     "experts, one of them shared": {**EXPERTS, "shared_ffn_size": 10, "shared_gate": True},
     "experts with biases and limits": {**EXPERTS, "router_bias": True, "router_scores": "sigmoid",
                                        "capacity_factor": 0.5},

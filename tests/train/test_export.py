@@ -36,7 +36,8 @@ QWEN3 = "qk_norm = true\ntie_embeddings = true\n"
 
 
 def run_config(more: str = "", tokenizer: str = "bytes") -> Config:
-    return config.loads(CONFIG + more, [f"data.tokenizer={tokenizer}"])
+    known = CONFIG.replace("num_kv_heads = 1\n", "") if "num_kv_heads" in more else CONFIG
+    return config.loads(known + more, [f"data.tokenizer={tokenizer}"])
 
 
 def save_run(out: Path, cfg: Config, change: dict[str, torch.Tensor | None] | None = None, step: int = 3) -> Decoder:
@@ -60,6 +61,7 @@ def save_run(out: Path, cfg: Config, change: dict[str, torch.Tensor | None] | No
         "qkv_bias = true\ntie_embeddings = true\n",
         "sliding_window = 5\n",
         "qkv_bias = true\nsliding_window = 5\nwindow_layers = [1]\n",
+        "num_kv_heads = 3\nkv_rank = 10\nq_rank = 9\nrotary_dim = 4\nvalue_dim = 6\n",
     ],
 )
 def test_transformers_computes_the_same_logits(tmp_path: Path, more: str) -> None:

@@ -17,6 +17,7 @@ from interlace.models.decoder import Decoder
 from interlace.train import recompute, session
 from interlace.train.verify import checked
 
+LATENT = ["model.num_kv_heads=4", "model.kv_rank=5", "model.rotary_dim=2"]
 GRAPHS = ["train.compile=true", "train.graphs=true", "data.documents=joined"]
 CUDA = torch.device("cuda")
 
@@ -33,6 +34,7 @@ def test_only_compiled_blocks_are_replayed(tmp_path: Path) -> None:
         ("cp=2", [], "context axis"),
         ("dp=2", ["model.num_experts=4", "model.expert_ffn_size=12"], "rows go to each expert"),
         ("tp=2 recompute=full", [], "runs blocks again"),
+        ("tp=2", LATENT, ""),
         ("dp=2", ["data.documents=separate"], "data.documents=joined joins them"),
         ("tp=2", [], ""),
         ("dp=2 zero=3", [], ""),

@@ -27,6 +27,7 @@ DROPOUT = (*TWO_LAYERS, "model.dropout=0.1")
 ONE_HEAD = (*TWO_LAYERS, "model.num_kv_heads=1")
 CLIPPED = (*TWO_LAYERS, "model.init_std=0.5", "model.norm=layernorm", "train.clip=1.0")
 UNEVEN = (*TWO_LAYERS, "train.global_batch=7")
+LATENT = (*TWO_LAYERS, "model.num_kv_heads=4", "model.kv_rank=5", "model.rotary_dim=2")
 WIDE = (*TWO_LAYERS, "model.init_std=0.3")  # with the usual one a layer says little at first
 STRONG = (*EXPERTS, "model.init_std=0.3")
 
@@ -55,6 +56,7 @@ PLANTED = (
     Planted("tp", "bias_on_every_rank", "tp=2", "gradient of blocks.1.mlp.down.bias", BIASES),
     Planted("tp", "vocabulary_off_by_one", "tp=2", "loss of step 1", WIDE),
     Planted("tp", "router_not_summed", "tp=2", "gradient of blocks.1.moe.router.weight", EXPERTS),
+    Planted("tp", "latents_not_summed", "tp=2", "gradient of blocks.1.attention.kv_a_norm.weight", LATENT),
     Planted("tp", "masks_of_the_first_rows", "tp=2", "loss of step 1", DROPOUT),
     Planted("tp", "norm_twice_over_tp", "tp=2", "loss of step 2", CLIPPED),
     Planted("cp", "pieces_half_off", "cp=2", "loss of step 1"),

@@ -20,6 +20,7 @@ from interlace import random, spec
 from interlace.config import ModelConfig
 from interlace.errors import ConfigError
 from interlace.models.attention import Attention, Pattern
+from interlace.models.latent import LatentAttention
 from interlace.models.layers import MLP, Context, Dropout, Embedding, Linear, norm, rotary_table
 from interlace.models.moe import MoE
 from interlace.models.vocabulary import IGNORED, SoftmaxRows, softmax_rows, vocabulary_loss
@@ -31,7 +32,8 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.attention_norm = norm(cfg, device, dtype)
-        self.attention = Attention(cfg, layer, device, dtype)
+        kind: type[nn.Module] = LatentAttention if cfg.kv_rank else Attention
+        self.attention = kind(cfg, layer, device, dtype)
         self.attention_dropout = Dropout(cfg.dropout, f"blocks.{layer}.attention")
         self.mlp_norm = norm(cfg, device, dtype)
         self.moe: nn.Module | None = MoE(cfg, layer, device, dtype) if cfg.has_experts(layer) else None

@@ -204,6 +204,14 @@ def frequencies_of(cfg: ModelConfig, device: torch.device) -> tuple[Tensor, floa
     return frequencies.to(device), factor
 
 
+def score_scale(cfg: ModelConfig) -> float:
+    """What latent attention's scores are multiplied by besides E^-0.5: 1 but for yarn with `mscale_all_dim`."""
+    scaling = cfg.rope_scaling
+    if scaling is None or scaling.type != "yarn" or not scaling.mscale_all_dim:
+        return 1.0
+    return _grown(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1: divide slow frequencies by the factor, keep fast ones, blend in between.
 
@@ -245,10 +253,10 @@ def _yarn_factor(scaling: RopeScaling) -> float:
     """The factor on cosine and sine, whose square is the temperature of the attention scores."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-
-    def grown(by: float) -> float:
-        return 0.1 * by * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.mscale and scaling.mscale_all_dim:
-        return grown(scaling.mscale) / grown(scaling.mscale_all_dim)
-    return grown(1.0)
+        return _grown(scaling.factor, scaling.mscale) / _grown(scaling.factor, scaling.mscale_all_dim)
+    return _grown(scaling.factor, 1.0)
+
+
+def _grown(factor: float, by: float) -> float:
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -6,7 +6,7 @@ are not finite as their tensor is read.  Both are named by file and tensor.  Pic
 opened.
 
 Our names and theirs differ; shapes differ only for experts, one matrix each there and stacked [X N M] here.  Rotary
-features are in the order of Hugging Face on both sides.
+features are in the order of Hugging Face on both sides, but in latent attention, whose rows are put in ours.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from interlace import hf_config, spec
 from interlace.config import ModelConfig
 from interlace.errors import CheckpointError, SecurityError
+from interlace.hf_latent import turned_rows
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -45,6 +46,13 @@ _MODULES = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+}
+_LATENT = {
+    "attention.q_a": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
 }
 _MIXTRAL = {
     "moe.router": "block_sparse_moe.gate",
@@ -75,6 +83,8 @@ _EXPERTS = {
     "qwen3_moe": _QWEN3_MOE,
     "dots1": _DOTS1,
     "glm4_moe": _DOTS1,
+    "deepseek_v2": _DOTS1,
+    "deepseek_v3": _DOTS1,
 }
 
 
@@ -82,6 +92,8 @@ def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Our parameter's or buffer's name -> the Hugging Face names of its parts: one, or one per expert; in the model's
     order, buffers last."""
     modules = _MODULES | _EXPERTS.get(hf_config.nearest_type(cfg), {})
+    if cfg.kv_rank:
+        modules |= _LATENT | ({"attention.q": "self_attn.q_b_proj"} if cfg.q_rank else {})
     outer = {"embedding": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
     names = {}
     for parameter in spec.parameters(cfg):
@@ -120,11 +132,13 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
     _check_tensors(folder, cfg, shards, place)
 
     stacked = {parameter.name for parameter in spec.parameters(cfg) if parameter.role is spec.Role.EXPERT}
+    pairs_neighbours = hf_config.pairs_neighbours(folder)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parts in hf_names(cfg).items():
             loaded = [_finite(folder / place[part], part, shards[place[part]]) for part in parts]
-            yield name, torch.stack(loaded) if name in stacked else loaded[0]
+            rows = turned_rows(cfg, name, pairs_neighbours)
+            yield name, torch.stack(loaded) if name in stacked else loaded[0] if rows is None else loaded[0][rows]
 
     return cfg, tensors()
 
@@ -357,6 +371,8 @@ def _parts(cfg: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
             raise CheckpointError(f"cannot save: {name} has dtype {tensor.dtype}, known are {', '.join(FLOATS)}")
         left.remove(name)
         whole = tensor.detach().cpu()
+        if rows := turned_rows(cfg, name, pairs_neighbours=True):
+            whole = torch.empty_like(whole).index_copy_(0, torch.tensor(rows), whole)
         parts = whole.unbind() if len(names[name]) > 1 or whole.dim() == 3 else (whole,)
         yield from zip(names[name], (part.contiguous() for part in parts), strict=True)
     if left:

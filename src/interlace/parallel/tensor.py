@@ -13,12 +13,15 @@ which moves the same bytes and keeps 1/tp of what lies between the products.  Ro
 sequences flattened: "(B T)/tp D".  So a gather is one run of memory whatever B is, and no number has to divide: "B T/tp
 D" would cost a copy of x at every gather and scatter.
 
+Before the heads of latent attention stand a few features of each position, which every rank makes of its own rows, and
+only they travel, in one run (`Spread`); their gradients, the shared key's among them, add up on the way back.
+
 Products that read one input share its gather.  Gradients of weights that every rank holds but uses on a part of the
 rows or heads are owed over `tp`; the engine around the module pays them with the data axis's sum (`Part.owed`).  Row
 biases are added once, after the sum.
 
 The module keeps its names; its own modules stay where they are, apart from those without parameters that stand at the
-borders (`SharedInput`, `Vocabulary`, `Enter`, `Leave`), the row-split linears and the embedding.
+borders (`SharedInput`, `Spread`, `Vocabulary`, `Enter`, `Leave`), the row-split linears and the embedding.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from interlace.kernels.gather_matmul import gather_matmul
 from interlace.kernels.matmul_scatter import matmul_reduce, matmul_scatter
 from interlace.layout import split
 from interlace.parallel.part import Part, replace_parameters
+from interlace.parallel.spread import Spread
 from interlace.parallel.vocabulary import vocabulary_loss
 from interlace.plan.tensor import is_alike, reads, slices
 from interlace.spec import Parameter, Role
@@ -108,7 +112,9 @@ def split_decoder(
         owner = parameter.name.rpartition(".")[0]
         parent, _, name = owner.rpartition(".")
         above = decoder.get_submodule(parent)
-        if parameter.role is Role.COLUMN:
+        if parameter.role is Role.LATENT:
+            above.spread = Spread(axis)
+        if parameter.role is Role.COLUMN and hasattr(above, "project"):
             above.project = SharedColumns(axis, is_chained(parent))
         if parameter.role is Role.ROW:
             ends = not hasattr(above, "core")  # attention is followed by more of its block
@@ -119,8 +125,9 @@ def split_decoder(
         if parameter.name.endswith(".q.weight"):
             core: Any = above.core
             core.first_head = parts[parameter.name].bound[0] // parameter.chunk
-            attention: Any = above
-            attention.reads = reads(heads[parameter.name], heads[f"{parent}.k.weight"], group.size, group.rank)
+            if f"{parent}.k.weight" in heads:
+                attention: Any = above
+                attention.reads = reads(heads[parameter.name], heads[f"{parent}.k.weight"], group.size, group.rank)
         if parameter.role is Role.VOCAB and (owner == "embedding" or parameter.tied_to):
             decoder.embedding = VocabularyEmbedding(decoder.get_submodule("embedding"), axis, parts[parameter.name])
         if parameter.role is Role.VOCAB and (owner == "head.output" or parameter.tied_to):

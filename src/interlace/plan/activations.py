@@ -132,6 +132,9 @@ def block_activations(
                 dropless router keeps
     selective   none, less what core attention keeps besides q, k, v and its output
 
+    Latent attention keeps norms and outputs of what is before its heads, on own rows, and over tp what reached them.
+    Its q, k and v, which has zeros behind it, are as wide as keys, the output beside the whole one as wide as values.
+
     A compiled dense block computes silu(gate) again, and keeps norms on a CPU as a GPU's fused ones do.
     """
     norms = "cuda" if compiled and cfg.norm == "rmsnorm" else device
@@ -145,6 +148,9 @@ def block_activations(
     if cfg.num_experts:
         of_row, of_token = _shared_bytes(cfg, c, split_rows and tp > 1)
         per_row, per_token = per_row + of_row, per_token + of_token
+    if cfg.kv_rank:
+        of_row, of_token = _latent_bytes(cfg, c, norms, tp > 1)
+        per_row, per_token = per_row + of_row, per_token - D * c + of_token
     if cfg.qk_norm:
         heads = cfg.num_heads + cfg.num_kv_heads
         per_token += heads * ((E * 8 if device == "cpu" and not compiled else E * c) + 4)
@@ -153,6 +159,7 @@ def block_activations(
         if cfg.num_experts
         else cfg.ffn_size * c * (4 - compiled if cfg.activation == "swiglu" else 2)
     )
+    is_cut = cfg.value_size < E
     per_token += 16 * cfg.experts_per_token if cfg.num_experts and ep > 1 and room is None else 0
     if exchange in ("ring", "gather"):  # no mask, no probabilities: a log-sum, fp32, whatever is seen
         core = N * 2 * (cfg.num_heads + cfg.num_kv_heads) * E * c
@@ -160,9 +167,11 @@ def block_activations(
     elif exchange == "ulysses":
         dealt = replace(cfg, num_heads=cfg.num_heads // cp, num_kv_heads=max(1, cfg.num_kv_heads // cp))
         core = _attention_bytes(dealt, sequences, length * cp, c, recompute, documents, device)
-        core += N * cfg.num_heads * E * c  # the output, back at its positions
+        core += 0 if is_cut else N * cfg.num_heads * E * c  # the output, back at its positions
     else:
         core = _attention_bytes(cfg, sequences, length, c, recompute, documents, device)
+    if is_cut and (recompute == "selective" or (cfg.attention_dropout and exchange not in ("ring", "gather"))):
+        core -= N * cfg.num_heads * E * c  # nobody reads the output before it is cut
     if cfg.num_experts and room is not None:
         core += fused_exchange.kept(_slots(cfg, ep, N, c, room), D, cfg.expert_ffn_size, c)
     return rows * per_row + N * per_token + core + _once_bytes(cfg, sequences, c)
@@ -186,6 +195,24 @@ def _norm_bytes(cfg: ModelConfig, compute: int, device: str) -> int:
     if cfg.norm == "layernorm":
         return cfg.hidden_size * compute + 2 * (compute if device == "cpu" else 4)
     return cfg.hidden_size * (8 if device == "cpu" else compute) + 4
+
+
+def _latent_bytes(cfg: ModelConfig, compute: int, device: str, gathered: bool) -> tuple[int, int]:
+    """What stands before the heads of latent attention keeps, and its output's cut: per row of the residual stream, and
+    per token.
+
+    gathered: what reaches the heads is one run of memory, of the rows of all ranks.
+    """
+
+    def norm(size: int, width: int) -> int:  # of the first features of so many
+        if device == "cpu":
+            return (width + size) * 4 + 4 if compute == 4 else size * 8 + 4
+        return width * compute + 4
+
+    row = cfg.hidden_size * compute + norm(cfg.kv_rank, cfg.kv_rank + cfg.rotary_dim)
+    row += norm(cfg.q_rank, cfg.q_rank) if cfg.q_rank else 0
+    token = (cfg.latent_width if gathered else cfg.q_rank + cfg.kv_rank) * compute
+    return row, token + (cfg.num_heads * cfg.value_size * compute if cfg.value_size < cfg.head_dim else 0)
 
 
 def _experts_bytes(cfg: ModelConfig, compute: int, tp: int, fused: bool) -> int:

@@ -294,7 +294,8 @@ def _unit(config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topolo
         if operation.unit != name:
             continue
         if operation.kind == "attention":
-            found += _attention(topology, plan, operation, dtype, length, rows)
+            padded = 2 * cfg.head_dim / (cfg.head_dim + cfg.value_size)  # zeros behind values are multiplied too
+            found += _attention(topology, plan, operation, dtype, length, rows).longer(padded)
         else:
             parameter = table.get(f"{operation.name}.weight") or table.get(operation.name) or tied
             found += _product(topology, plan, cfg, operation, parameter, dtype, rows)
@@ -344,6 +345,8 @@ def _product(
             N, M = (-(-N // plan.tp), M) if operation.shape[0] == cfg.expert_ffn_size else (N, -(-M // plan.tp))
         elif dim is not None:
             N, M = (-(-N // plan.tp), M) if dim == 0 else (N, -(-M // plan.tp))
+    if parameter.role is Role.LATENT and plan.sequence == "on":
+        rows = math.ceil(rows / plan.tp)
     times = 1
     if parameter.role is Role.EXPERT:
         times = held_experts(cfg.num_experts, plan.ep, 0)[1]

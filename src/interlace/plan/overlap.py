@@ -111,14 +111,14 @@ def products(cfg: ModelConfig, plan: ParallelPlan, rows: int, held: Collection[s
 @lru_cache(maxsize=256)
 def _seams(cfg: ModelConfig, held: frozenset[str]) -> tuple[tuple[tuple[int, int, bool], ...], tuple[int, ...]]:
     """Entrances: columns of all weights that read one input, how many weights, whether they have biases.  Exits: the
-    inner sizes.  Of all ranks together."""
+    inner sizes.  Of all ranks together.  What reaches the heads of latent attention travels by itself."""
     table = {parameter.name: parameter for parameter in parameters(cfg) if parameter.unit in held}
     entrances: dict[str, list[tuple[int, bool]]] = {}
     exits = []
     for name, parameter in table.items():
         module, _, what = name.rpartition(".")
-        if what == "weight" and parameter.role is Role.COLUMN:
-            above = module.rpartition(".")[0]
+        above = module.rpartition(".")[0]
+        if what == "weight" and parameter.role is Role.COLUMN and f"{above}.kv_a.weight" not in table:
             entrances.setdefault(above, []).append((parameter.shape[0], f"{module}.bias" in table))
         elif what == "weight" and parameter.role is Role.ROW:
             exits.append(parameter.shape[1])

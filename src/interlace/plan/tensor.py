@@ -150,7 +150,7 @@ def products(
         if operation.kind != "matmul" or (held is not None and operation.unit not in held):
             continue
         parameter = table[operation.name]
-        on_rows = parameter.role is Role.ROUTER and plan.sequence == "on"
+        on_rows = parameter.role in (Role.ROUTER, Role.LATENT) and plan.sequence == "on"
         rows = sum(_own(count * length, plan.tp, rank) if on_rows else count * length for count in micro_batches)
         elements = slices(parameter, plan.tp).numel(rank)
         if parameter.role is Role.EXPERT:
@@ -217,6 +217,9 @@ def _changes(
     exits = 2 * L + shared + (L * (2 if cfg.dropout else 1) + shared if again else 0)  # a block's last sum is not
     logits = routers * (2 if again else 1)
     wide, narrow, of_logits = (rows, D), (rows, X), 4 if cfg.router_fp32 else itemsize
+    latents, latent = (L, (rows, cfg.latent_width)) if cfg.kv_rank else (0, wide)  # entrances of attention
+    entrances -= latents * (2 if again else 1)
+    returned = 2 * L + shared - latents  # gradients of entrances
     yield "S/tp", "S", (STATISTICS * rows * plan.tp,), 4, last
     if plan.sequence == "on":
         gather, scatter = ("N/tp W", "N W"), ("N W +tp", "N/tp W")
@@ -230,14 +233,17 @@ def _changes(
             *scatter,
             wide,
             itemsize,
-            first + exits + last + 2 * L + shared,
+            first + exits + last + returned,
         )  # embedding, exits; gradients of head and entrances
+        yield *gather, latent, itemsize, latents * (2 if again else 1)
+        yield *scatter, latent, itemsize, latents
         if X:
             yield *gather, narrow, of_logits, logits * (2 if cfg.has_router_losses else 1)
             yield *scatter, narrow, of_logits, routers
         return
     reduce = ("S +tp", "S")
-    yield *reduce, (rows * D,), itemsize, first + exits + last + 2 * L + shared
+    yield *reduce, (rows * D,), itemsize, first + exits + last + returned
+    yield *reduce, (math.prod(latent),), itemsize, latents
     if X:
         yield "N/tp W", "N W", narrow, of_logits, logits
         yield *reduce, (rows * X,), of_logits, routers

@@ -4,6 +4,8 @@
 was given, up to the order of sums: attention of a position reads what earlier ones of its row have left, after their
 rotation, whatever the mask (windows, their first tokens, sinks).
 
+Of latent attention the latent and the key that all heads share are kept, not keys and values of heads.
+
 Rows are of any lengths, and none is padded: outside of attention a pass reads its tokens one row behind the other, one
 sequence of N, so that experts, their counts and every product see the given tokens alone.  In attention a key stands
 at the place of its position; what lies behind a row's last one is masked by that: no query looks ahead.
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 
 from interlace.models.attention import Attention, AttentionCore, Pattern, attention
 from interlace.models.decoder import Decoder
+from interlace.models.latent import LatentAttention
 from interlace.serve.served import Served
 
 BLOCK = 64  # positions by which memory for keys and values grows
@@ -91,7 +94,8 @@ class Cache:
     def __init__(self, model: Decoder | Served, rows: int = 1) -> None:
         self.served = model if isinstance(model, Served) else Served(model)
         self.lengths = [0] * rows
-        self.kept: dict[str, tuple[Tensor, Tensor]] = {}  # by layer: keys and values, [B S K E], position s in place s
+        # by layer: keys and values, [B S K E], position s in place s; or what latent attention makes them of, [B S 1 M]
+        self.kept: dict[str, tuple[Tensor, ...]] = {}
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[Sequence[int]]) -> Tensor | None:
@@ -120,20 +124,18 @@ class Cache:
     def keep(self, rows: Sequence[int]) -> None:
         """These rows alone stay, and are numbered from 0."""
         self.lengths = [self.lengths[row] for row in rows]
-        for layer, pair in self.kept.items():
-            k, v = (kept[torch.tensor(rows, device=kept.device)] for kept in pair)
-            self.kept[layer] = k, v
+        for layer, all_kept in self.kept.items():
+            self.kept[layer] = tuple(kept[torch.tensor(rows, device=kept.device)] for kept in all_kept)
 
-    def add(self, layer: str, reading: Reading, k_1NKE: Tensor, v_1NKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps a layer's keys and values of a pass -> all that it reads, [B S K E]."""
+    def add(self, layer: str, reading: Reading, *new: Tensor) -> list[Tensor]:
+        """Keeps a layer's keys and values of a pass, [1 N K E] -> all that it reads, [B S K E]."""
         if layer not in self.kept or self.kept[layer][0].shape[1] < reading.end:
-            self.kept[layer] = self._grown(layer, reading, k_1NKE), self._grown(layer, reading, v_1NKE, 1)
-        k, v = self.kept[layer]
-        for kept, new_1NKE in ((k, k_1NKE), (v, v_1NKE)):
-            kept[reading.row_N, reading.position_N] = new_1NKE[0]
-        return k[:, : reading.end], v[:, : reading.end]
+            self.kept[layer] = tuple(self._grown(layer, reading, one, which) for which, one in enumerate(new))
+        for kept, one in zip(self.kept[layer], new, strict=True):
+            kept[reading.row_N, reading.position_N] = one[0]
+        return [kept[:, : reading.end] for kept in self.kept[layer]]
 
-    def _grown(self, layer: str, reading: Reading, new_1NKE: Tensor, which: int = 0) -> Tensor:
+    def _grown(self, layer: str, reading: Reading, new_1NKE: Tensor, which: int) -> Tensor:
         """Room for all positions, with what is kept; zeros elsewhere, since a mask does not stop what is no number."""
         room = new_1NKE.new_zeros(reading.rows, -(-reading.end // BLOCK) * BLOCK, *new_1NKE.shape[2:])
         if layer in self.kept:
@@ -151,14 +153,19 @@ class Cache:
     def _in_place(self, reading: Reading) -> Iterator[None]:
         """The model's attention reads and fills the cache."""
         found = [module for module in self.served.decoder.modules() if isinstance(module, Attention)]
+        latent = [module for module in self.served.decoder.modules() if isinstance(module, LatentAttention)]
         cores = [module.core for module in found]
         try:
+            for owner in latent:
+                owner.attend = CachedLatents(owner, self, reading)  # type: ignore[method-assign, assignment]
             for module, core in zip(found, cores, strict=True):
                 module.core = CachedCore(core, self, reading)  # type: ignore[assignment]
             yield
         finally:
             for module, core in zip(found, cores, strict=True):
                 module.core = core
+            for owner in latent:
+                vars(owner).pop("attend", None)
 
 
 class CachedCore(nn.Module):
@@ -175,3 +182,23 @@ class CachedCore(nn.Module):
         k_BSKE, v_BSKE = self.cache.add(self.layer, reading, k_1NKE, v_1NKE)
         pattern = context.patterns[self.window]
         return reading.joined(attention(reading.apart(q_1NHE), k_BSKE, v_BSKE, pattern, sinks_H=sinks_H))
+
+
+class CachedLatents:
+    """In the place of `LatentAttention.attend`: [1 N H V] of the new positions."""
+
+    def __init__(self, owner: LatentAttention, cache: Cache, reading: Reading) -> None:
+        self.owner, self.cache, self.reading = owner, cache, reading
+
+    def __call__(self, q_1NHE: Tensor, latent_1NC: Tensor, shared_1N1R: Tensor, context: Any) -> Tensor:
+        owner, reading = self.owner, self.reading
+        pattern = context.patterns[owner.core.window]
+        new_1N1M = torch.cat((shared_1N1R, latent_1NC[:, :, None]), dim=-1)
+        (kept_BS1M,) = self.cache.add(owner.core.layer, reading, new_1N1M)
+        q_BTHE = reading.apart(q_1NHE)
+        if reading.longest == 1:
+            return reading.joined(owner.attend_to_latents(q_BTHE, kept_BS1M[:, :, 0], pattern.mask_B1TS))
+        shared, latent = kept_BS1M.split((owner.turning, owner.kv_rank), dim=-1)
+        k_BSHE, v_BSHE = owner.keys_and_values(latent[:, :, 0], shared)  # of many positions at once that is less work
+        out_BTHE = attention(q_BTHE, k_BSHE, v_BSHE, pattern, sinks_H=owner.sinks)
+        return reading.joined(out_BTHE[..., : owner.value_dim])
