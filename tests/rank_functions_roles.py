@@ -254,11 +254,18 @@ def hooked() -> nn.Module:
     return linear
 
 
+def watched() -> nn.Module:
+    linear = nn.Linear(4, 6)
+    linear.weight.register_hook(lambda gradient: gradient * 2)
+    return linear
+
+
 OWN_WAYS: dict[str, Callable[[], nn.Module]] = {
     "own forward": lambda: nn.Sequential(ScaledWords(6, 4)),
     "hooks": lambda: nn.Sequential(hooked()),
     "parametrized": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6))),
     "by frequency": lambda: nn.Sequential(nn.Embedding(6, 4, scale_grad_by_freq=True)),
+    "parameter hook": lambda: nn.Sequential(watched()),
     "max norm": lambda: nn.Sequential(nn.Embedding(6, 4, max_norm=1.0)),
 }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -217,6 +219,19 @@ def alone(world: World) -> dict[str, str]:
     world.barrier("after another")
     model = wrapped(1)
     said.attempt("all", lambda: both.extend([model.state_dict(), model.load_state_dict(model.state_dict())]))
+    return said
+
+
+def waits(world: World) -> str:
+    """Rank 0 alone runs a pass that gathers, while the world's own group would wait a minute."""
+    model, said = interlace.parallelize(nn.Linear(128, 64, bias=False), zero=3, timeout=2.0), ""
+    if world.rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed? ?out") as caught, torch.no_grad():
+            model(torch.ones(1, 128))
+        assert time.monotonic() - begin < 30, "the limit of the world's group"
+        said = " ".join(caught.value.__notes__)
+    world.barrier("after rank 0")
     return said
 
 

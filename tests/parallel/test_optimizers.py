@@ -378,6 +378,12 @@ def test_a_call_that_rank_0_alone_makes_is_told(run_ranks: Run) -> None:
     }
 
 
+def test_waits_end_within_their_limit_in_a_world_that_waits_longer(run_ranks: Run) -> None:
+    """A process group of the user's has a limit of its own, half an hour with gloo."""
+    for rank, said in enumerate(run_ranks("rank_functions_steps:waits", 2)):
+        assert ("needs all its ranks" in said) == (rank == 0)
+
+
 STATES = StateDictOptions(full_state_dict=True)
 
 
@@ -450,6 +456,38 @@ def test_every_rank_refuses_a_state_alike(run_ranks: Run, zero: int) -> None:
     for name in set(first) - set(apart):
         assert first[name].startswith("CheckpointError: "), (name, first)
         assert second[name] == first[name], (name, first, second)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_an_optimizer_of_two_modules_has_a_state_of_each() -> None:
+    """Loading one leaves the other as it is."""
+    plain = [steps.parts(), nn.Linear(3, 3)]
+    models = [interlace.parallelize(copy.deepcopy(module)) for module in plain]
+
+    def step(both: list[Any], optimizer: torch.optim.Optimizer) -> None:
+        both[1](both[0](torch.ones(2, 6))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def made(both: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for module in both for p in module.parameters() if p.requires_grad], lr=0.1)
+
+    reference, optimizer = made(plain), made(models)
+    for each in ((plain, reference), (models, optimizer)) * 2:
+        step(*each)
+    states = [model.optimizer_state_dict(optimizer) for model in models]
+    assert [len(state["state"]) for state in states] == [7, 2]
+    weights = [model.state_dict() for model in models]
+    models = [interlace.parallelize(copy.deepcopy(module)) for module in plain]
+    optimizer = made(models)
+    for model, state, own in zip(models, states, weights, strict=True):
+        model.load_state_dict(own)
+        model.load_optimizer_state_dict(optimizer, state)
+    for each in ((plain, reference), (models, optimizer)):
+        step(*each)
+    for model, module in zip(models, plain, strict=True):
+        for name, value in module.state_dict().items():
+            assert torch.allclose(model.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
 
 
 @pytest.mark.usefixtures("_alone")

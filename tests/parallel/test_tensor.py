@@ -123,6 +123,7 @@ def test_own_modules_split_by_roles(run_ranks: Run) -> None:
         assert "1 drops with p=0.1" in said["dropout"]
         assert "is a ScaledWords with a forward of its own" in said["own forward"]
         assert "0 VOCAB, but it has hooks" in said["hooks"]
+        assert "0.weight has a hook, which its slice under tp would not have" in said["parameter hook"]
         assert "computes its weight from others" in said["parametrized"]
         assert "(scale_grad_by_freq)" in said["by frequency"]
         assert "max_norm=1, with which each rank" in said["max norm"]

@@ -116,7 +116,8 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     A fold that splits its axis, as `shard` and `replica` split `dp`, has groups of its own, on the axis's stream, so
     that their transfers keep one order; but `ep`, whose rows travel beside gradients, has its own stream.  Axes of size
     one get no process group.  An axis that spans the world uses the world's own group, so that no second communicator
-    is made, `ep` aside.  `timeout` in seconds bounds every transfer of a group.
+    is made, `ep` aside, unless that waits longer, as a user's does with PyTorch's half an hour.  `timeout` in seconds
+    bounds every transfer of a group.
     """
     meter = meter or Meter()
     world = tuple(range(mesh.world))
@@ -133,7 +134,7 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
     for axis, size in _axes(mesh):
         ranks = mesh.peers(rank, axis)
         process_group: dist.ProcessGroup | None = None
-        if size == mesh.world and size > 1 and axis != "ep":
+        if size == mesh.world and size > 1 and axis != "ep" and _waits_no_longer(limit, device):
             process_group = dist.group.WORLD
         elif size > 1:
             for members in mesh.groups(axis):  # every rank makes every group, in the same order
@@ -147,6 +148,13 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout: float, met
             stream = torch.cuda.Stream(device) if device.type == "cuda" and size > 1 else None
         groups.by_axis[axis] = Group(axis, ranks, ranks.index(rank), device, meter, process_group, stream)
     return groups
+
+
+def _waits_no_longer(limit: datetime.timedelta, device: torch.device) -> bool:
+    """Whether transfers of the world's own group end within `limit`."""
+    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    own: datetime.timedelta = backend.options._timeout
+    return own <= limit
 
 
 def neighbours(groups: Groups, axis: str, count: int, timeout: float, name: str = "") -> Group:

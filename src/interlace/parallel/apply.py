@@ -57,6 +57,7 @@ def parallelize(
 
     Every rank calls it with the same module; rank 0's parameters and buffers are everyone's. From then on buffers are
     each rank's own: running means of BatchNorm are of its part of the batch, and of all only as `nn.SyncBatchNorm`.
+    Hooks on the module's parameters see the gradient of this rank's part of the batch (`parallel.hooks`).
     Errors: `PlanError` when the mesh does not have as many ranks as there are processes, or needs an axis that cannot
     be executed, or heads do not divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments
     that ranks do not share, what `DataParallel` refuses, and, when it steps, an optimizer of the module's own

@@ -37,7 +37,7 @@ from torch import nn
 
 from interlace.collectives import Group, Handle, broadcast, memory_of, sum_scalars
 from interlace.errors import ConfigError
-from interlace.parallel import frozen, owed
+from interlace.parallel import frozen, hooks, owed
 from interlace.parallel.flat import Flat, Round
 from interlace.parallel.part import Part
 from interlace.parallel.reads import Reads, eagerly
@@ -283,7 +283,7 @@ class DataParallel(Wrapped):
         for unit in self.all_units:
             for number, flat in enumerate(unit.flats):
                 for index, member in enumerate(flat.members if flat.trainable else []):
-                    when_ready(member.parameter, self._gradient_ready, unit, number, index)
+                    member.ready = when_ready(member.parameter, self._gradient_ready, unit, number, index)
                     unit.gradients.add((number, index))
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -301,6 +301,8 @@ class DataParallel(Wrapped):
             self._rest()
         self._drop_stale()
         frozen.refuse_thawed(self.flats)
+        if self._of_user and torch.is_grad_enabled():
+            hooks.refuse_missed(self._trainable)
         if torch.is_grad_enabled() and (self._round is None or self._round.first):
             for flat in self._trainable:
                 flat.release()

@@ -89,6 +89,9 @@ def load_optimizer_state(
         numbers, names = [], list[str]()
         for leaf in group["params"]:
             numbers.append(len(state))
+            if id(leaf) not in places:  # another module's: stays
+                state[len(state)] = optimizer.state.get(leaf, {})
+                continue
             here = _held(*places[id(leaf)], leaf)
             state[len(state)] = _of_leaf(*places[id(leaf)], leaf, {name: entries.get(name, {}) for name in here})
             names += here
@@ -158,7 +161,7 @@ def _groups(runs: Sequence[Run], optimizer: torch.optim.Optimizer) -> list[tuple
     return [
         (
             {key: value for key, value in group.items() if key not in ("params", HOLDER)},
-            [name for leaf in group["params"] for name in _held(*places[id(leaf)], leaf)],
+            [name for leaf in group["params"] if id(leaf) in places for name in _held(*places[id(leaf)], leaf)],
         )
         for group in optimizer.param_groups
     ]

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 from interlace.collectives import Group, broadcast
 from interlace.collectives.autograd import columns, copy
 from interlace.errors import ConfigError, nearest
-from interlace.parallel import partners
+from interlace.parallel import hooks, partners
 from interlace.parallel.part import Part, replace_parameters
 from interlace.parallel.tensor import Axis, Row, VocabularyEmbedding
 from interlace.plan.tensor import slicing
@@ -79,6 +79,7 @@ def split_module(
     modules = dict(module.named_modules(remove_duplicate=False))
     splitting = {name: role for name, role in roles.items() if name in modules and role[0] in (*KINDS, Role.SPLIT)}
     _check(module, modules, roles, splitting)
+    hooks.refuse_lost(module)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.detach().copy_(broadcast(tensor.detach().contiguous(), axis.group, name="initial values").wait())
     inside = [name for name, (role, _) in splitting.items() if role is Role.SPLIT]

@@ -36,7 +36,8 @@ class Member:
     """One parameter of a run.  `dims` are its layout letters, `offset` its first element in the run.
 
     part: which slice of it the tensor axis has left here, if there is such an axis.  version: torch's count of writes
-    to the parameter, as it was when its module was wrapped; gathers do not add to it.
+    to the parameter, as it was when its module was wrapped; gathers do not add to it.  ready: the number of the hook
+    that takes its gradient.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Member:
     offset: int = 0
     part: Part | None = None
     version: int = 0
+    ready: int = -1
 
     @property
     def numel(self) -> int:

@@ -271,8 +271,8 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves + tree_leaves(inside) if isinstance(leaf, torch.Tensor)]
 
 
-def when_ready(parameter: nn.Parameter, method: Callable[..., None], part: object, *rest: int) -> None:
-    """Calls `method(part, *rest)` whenever the parameter's gradient is there.
+def when_ready(parameter: nn.Parameter, method: Callable[..., None], part: object, *rest: int) -> int:
+    """Calls `method(part, *rest)` whenever the parameter's gradient is there; returns the hook's number.
 
     PyTorch keeps such hooks where the garbage collector does not look: what they hold would never go, and that is the
     whole engine.  So they hold nothing; the hooks of modules hold the engine as long as there is a module.
@@ -284,4 +284,5 @@ def when_ready(parameter: nn.Parameter, method: Callable[..., None], part: objec
         if call is not None and alive is not None:
             call(alive, *rest)
 
-    parameter.register_post_accumulate_grad_hook(hook)
+    number: int = parameter.register_post_accumulate_grad_hook(hook).id
+    return number
