@@ -70,6 +70,9 @@ def mismatched(world: World, fault: str) -> int:
     for step in range(3):
         world.status(step, "forward")
         all_gather(torch.ones(4), whole, name="gather of weights").wait()
+        if step == 1 and world.rank == 2 and fault in ("larger", "smaller", "another type"):
+            given = {"larger": torch.ones(6), "smaller": torch.ones(2), "another type": torch.ones(4).double()}[fault]
+            all_gather(given, whole, name="gather of sizes").wait()
         if step == 1 and fault == "another operation" and world.rank == 2:
             broadcast(torch.ones(2, 3).half(), whole, name="broadcast of weights").wait()
         if step == 1 and fault == "left out" and world.rank == 1:

@@ -273,6 +273,13 @@ def test_a_folder_in_place_of_the_preset_that_a_command_takes_by_itself(tmp_path
     assert load(None, overrides=["model.preset=", override]).model_config().num_layers == 2
 
 
+def test_the_users_own_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = load(None, overrides=["model.preset=", "model.from=~/weights"])
+    assert found.model.from_ == str(tmp_path / "weights")
+    assert loads(found.to_toml()) == found
+
+
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot read run file tiny: .*model\.preset=tiny"):

@@ -339,12 +339,13 @@ def test_a_broken_step_of_slurm_is_explained(
         world.find_place()
 
 
-def test_a_launcher_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_a_launcher_that_is_not_known_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes would start all ranks."""
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError, match=r"OMPI_COMM_WORLD_SIZE is 4, .* start them with torchrun or srun"):
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigError, match=rf"{name} is 4, .* start them with torchrun or srun"):
         world.find_place()
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    monkeypatch.setenv(name, "1")
     assert world.find_place() is None
 
 

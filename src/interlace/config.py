@@ -11,6 +11,7 @@ the other sections; what the run file or an override says wins, key by key.
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -163,6 +164,8 @@ class ModelSection(Section):
     def __post_init__(self) -> None:
         checked(self.preset, str, "model.preset")
         checked(self.from_, str, "model.from")
+        if self.from_.startswith("~"):  # no shell has seen a run file
+            object.__setattr__(self, "from_", os.path.expanduser(self.from_))
         if self.preset and self.from_:
             raise ConfigError(
                 f'[model] takes preset or from, found both preset = "{self.preset}" and from = "{self.from_}"'

@@ -134,7 +134,6 @@ def names(ranks: Sequence[int]) -> str:
 
 def hang(places: Mapping[int, Position], limit: float, stopped: Sequence[int] = (), reported: str = "") -> Hang:
     """The error for a wait beyond `limit` seconds: who is the odd one out, then a line for every rank."""
-    now = time.monotonic()
     waits = [rank for rank, at in places.items() if at.waiting and rank not in stopped]
     absent = [rank for rank in places if rank not in waits]
     odd = [rank for rank in absent if rank in stopped] or absent or _minority({rank: places[rank] for rank in waits})
@@ -148,26 +147,55 @@ def hang(places: Mapping[int, Position], limit: float, stopped: Sequence[int] = 
         head = f"the ranks waited longer than {limit:g} s for each other in different operations"
     else:
         head = f"every rank waited longer than {limit:g} s in the same operation"
-    lines, table = [], []
+    lines, table = _told(places, stopped)
+    if reported:
+        lines.append(f"  {reported}")
+    return Hang("\n".join([head, *lines]), rank=odd[0] if len(odd) == 1 else None, odd=odd, ranks=table)
+
+
+def aborted(places: Mapping[int, Position], first: Failure) -> InterlaceError:
+    """The error for a rank that aborted.  While ranks wait in a transfer that may be the library's doing, to which they
+    gave different sizes or element types: then with what each gave to it, and where."""
+    gave = {rank: at.detail.rpartition(", ")[0] for rank, at in places.items() if at.waiting and at.detail}
+    if not any(gave.values()):
+        return compose(first)
+    odd = _fewest(gave)
+    differing = "ranks gave different things to one transfer"
+    head = f"{first.message}, {'since' if odd else 'perhaps since'} {differing}"
+    if odd:
+        head += f": {names(odd)} not what {names([rank for rank in gave if rank not in odd])} gave"
+    lines, table = _told(places, ended=[first.rank])
+    return PeerLost("\n".join([head, *lines]), rank=odd[0] if len(odd) == 1 else first.rank, odd=odd, ranks=table)
+
+
+def _told(
+    places: Mapping[int, Position], stopped: Sequence[int] = (), ended: Sequence[int] = ()
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """A line for every rank, and the same as a table."""
+    now, lines, table = time.monotonic(), [], []
     for rank, at in sorted(places.items()):
         age = now - at.since if at.since else None
-        state = "stopped by a signal" if rank in stopped else "waits" if at.waiting else "does not wait"
+        state = "waits" if at.waiting else "does not wait"
+        state = "stopped by a signal" if rank in stopped else "aborted" if rank in ended else state
         detail = f" ({at.detail})" if at.detail else ""
         lines.append(f"  rank {rank}: {at.where()}{detail}{f' for {age:.1f} s' if age is not None else ''}, {state}")
         place = {"step": at.step, "operation": at.operation, "detail": at.detail}
         table.append({"rank": rank, **place, "seconds": age, "state": state})
-    if reported:
-        lines.append(f"  {reported}")
-    return Hang("\n".join([head, *lines]), rank=odd[0] if len(odd) == 1 else None, odd=odd, ranks=table)
+    return lines, table
 
 
 def _minority(waits: Mapping[int, Position]) -> list[int]:
     """The ranks that wait in another operation, or at another count of waits, than half of all or more."""
     for feature in ("operation", "waits"):
         values = {rank: getattr(at, feature) for rank, at in waits.items()}
-        (common, count), *others = Counter(values.values()).most_common(2)
-        if 2 * count < len(waits) or any(other == count for _, other in others):
-            return []
-        if count < len(waits):
-            return [rank for rank, value in values.items() if value != common]
+        if len(set(values.values())) > 1:
+            return _fewest(values)
     return []
+
+
+def _fewest(values: Mapping[int, Any]) -> list[int]:
+    """The ranks whose value is not that of half of all or more; none where there is no such value, or no other."""
+    (common, count), *others = Counter(values.values()).most_common(2)
+    if 2 * count < len(values) or any(other == count for _, other in others):
+        return []
+    return [rank for rank, value in values.items() if value != common]

@@ -38,7 +38,7 @@ from typing import Any
 from torch._C._distributed_c10d import FileStore, Store, TCPStore  # torch.distributed's, but typed
 
 from interlace.errors import ConfigError, InterlaceError, PeerLost, ResourceError
-from interlace.failure import Failure, Position, compose, describe, hang
+from interlace.failure import Failure, Position, aborted, compose, describe, hang
 from interlace.world import (
     LINGER,
     LOOPBACK,
@@ -339,7 +339,11 @@ def _watch(ranks: list[_Rank], folder: str, timeout: float, received: list[int])
             raise SystemExit(128 + received[0])
         if failures:
             first = min(failures, key=lambda failure: (_ORDER[failure.kind], failure.time))
-            raise _hung(ranks, timeout, first) if first.kind == "timeout" else compose(first)
+            if first.kind == "timeout":
+                raise _hung(ranks, timeout, first)
+            if ranks[first.rank].exitcode() == -signal.SIGABRT:
+                raise aborted({index: rank.status.read() for index, rank in enumerate(ranks)}, first)
+            raise compose(first)
         if all(rank.said for rank in ranks):
             return [_read(folder, "result", index) for index in range(len(ranks))]
         places = [rank.status.read() for rank in ranks]

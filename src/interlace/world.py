@@ -257,7 +257,7 @@ NUMBERS = (
     "SLURM_JOB_ID",
 )
 SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # launchers that are not known
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # launchers that are not known
 
 
 def find_place() -> Place | None:

@@ -120,6 +120,21 @@ def test_out_of_bounds_by_one(count: int) -> None:
         assert str(report.steps[0]).endswith(": tl.store(x + at, at.to(tl.float32), mask=at < count)")
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3, 1), (3,)])
+@pytest.mark.parametrize("is_heap", [True, False])
+def test_beyond_a_tensor_of_several_dimensions(is_heap: bool, shape: tuple[int, ...]) -> None:
+    """What lies there has no index in it."""
+
+    def launch(heap):
+        short = heap.empty(shape, name="short").local if is_heap else torch.empty(shape)
+        beyond[(1,)](short, 4, N)
+
+    (report,) = explore(launch, ranks=1, schedules=1).reports
+    name = "short" if is_heap else "x"
+    said = f"rank 0 {name}[3], behind the end of its 3 elements" in report.message
+    assert (report.kind, said) == ("out of bounds", True), report.message
+
+
 @pytest.mark.parametrize("back", [1, 60, 100])
 def test_before_the_first_tensor_lie_the_heaps_own_words_which_no_kernel_may_touch(back: int) -> None:
     def launch(heap):

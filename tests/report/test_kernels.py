@@ -71,6 +71,8 @@ COMPUTE = [
     "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
     "triton_red_fused__to_copy_add_all_reduce_mean_mul_pow_rsqrt_wait_tensor_1",
     "triton_tem_fused_mm_reduce_scatter_tensor_0",
+    "triton__0d1d2de",
+    "void dot_kernel<float, 128, 0, cublasDotParams<float>>(cublasDotParams<float>)",
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::SM90_64x128x16_F32BF16BF16_RS<0, 1>>>(int)",
     "void cutlass::device_kernel<cutlass::gemm::Mma<cute::SM90::GMMA::MMA_64x128x32_F32E4M3E4M3_RS_TN<1, 1>>>(int)",
 ]

@@ -199,6 +199,13 @@ def test_traces_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert Path("report.html").exists()
     whole = interlace("report", str(tmp_path), "--json")  # the folder that a trace handler fills
     assert [each["rank"] for each in json.loads(whole.stdout)["ranks"]] == [0, 1]
+    for form in ("rank{}_trace.json", "{}.json"):  # as programs name them that write traces themselves
+        folder = tmp_path / form.partition(".")[0]
+        folder.mkdir()
+        for rank, found in enumerate((first, second)):
+            (folder / form.format(rank)).write_text(json.dumps(found))
+        whole = interlace("report", str(folder), "--json")
+        assert [each["rank"] for each in json.loads(whole.stdout)["ranks"]] == [0, 1], whole.output
 
 
 def test_no_communication_is_zero_not_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

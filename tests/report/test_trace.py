@@ -223,12 +223,20 @@ def test_steps_by_their_marks_on_the_host_where_no_launch_is_recorded() -> None:
     ]
 
 
-@pytest.mark.parametrize("bad", [{"dur": -5}, {"dur": None}, {"ts": float("nan")}, {"ts": "20"}])
+@pytest.mark.parametrize("bad", [{"dur": -5}, {"dur": None}, {"ts": float("nan")}, {"ts": "20"}, {"dur": 2**64 - 1}])
 def test_events_without_times_are_counted(bad: dict[str, Any]) -> None:
     found = read_all(trace(kernel(GEMM, 0, 10), kernel(GEMM, 20, 5) | bad))
     assert "1 GPU events without a usable begin or length are left out" in found.notes
     assert rows(accounts(found)[0]) == {"compute": 10}
     assert not any("left out" in note for note in read_all(trace(kernel(GEMM, 0, 10))).notes)
+
+
+def test_an_event_days_away_from_the_others_has_no_time() -> None:
+    """Zero begin and length, as the profiler writes what the driver gave no time for."""
+    first = 1615207264505000
+    found = read_all(trace(kernel(GEMM, 0, 0), kernel(GEMM, first, 10), kernel(NCCL, first + 8, 10, 20)))
+    assert rows(accounts(found)[0]) == {"compute": 10, "exposed transfer": 8}
+    assert "1 GPU events without a usable begin or length are left out" in found.notes
 
 
 def test_the_update_is_what_the_optimizer_launched() -> None:
@@ -299,7 +307,11 @@ GOOD = json.dumps(ranked(0, kernel(GEMM, 0, 10), collective(10, 2))).encode()
         (b"", r"is empty: record"),
         (gzip.compress(b"", mtime=0), r"is empty"),
         (b" \n", r"is empty"),
-        (GOOD[:-30], r"not JSON"),
+        (GOOD[:-30], r"the JSON is cut off at its end: wait until it is written"),
+        (GOOD[:-1], r"cut off at its end"),
+        (json.dumps([kernel(GEMM, 0, 10)]).encode()[:-1] + b",\n", r"cut off at its end"),
+        (GOOD.replace(b"}", b"]", 1), r"not JSON"),
+        (b"\x28\xb5\x2f\xfd\x00", r"packed by zstd: unpack it"),
         (b"\xff\xfe\x00", r"not JSON"),
         (b"[" * 100_000, r"not JSON"),
         (b"{}", r"no list 'traceEvents'"),
@@ -346,6 +358,11 @@ def test_what_the_profiler_wrote_that_is_no_json(tmp_path: Path) -> None:
         path.write_bytes(GOOD.replace(GEMM.encode(), name.encode()))
         names = [event.name for event in read([path]).events]
         assert name.replace(r"\"", '"') in names, names
+    frame = '{"ph": "X", "cat": "python_function", "name": "lib = Library("_x", "IMPL")\n(1): <module>", "pid": 1}'
+    path.write_text(GOOD.decode().replace('"traceEvents": [', '"traceEvents": [' + frame + ", "))
+    assert [event.kind for event in read([path]).events] == ["compute", "comm", "compute"]
+    path.write_text(GOOD.decode().replace(GEMM, 'a "b"').replace("[", '[{"ph": "M", "args": {"name": "python"}}, ', 1))
+    assert 'a "b"' in [event.name for event in read([path]).events]  # the name before it ends its object
     path.write_bytes(GOOD.replace(GEMM.encode(), rb"C:\Users")[:-30])
     with pytest.raises(DataError, match=r"not JSON \(Invalid .escape: line 1 column \d+"):  # of the file as it is
         read([path])

@@ -96,6 +96,7 @@ def test_ranks_whose_reader_leaves_end_quietly(run: str, tmp_path: Path) -> None
         (["--prompts", "BAD"], r'bad.jsonl, line 2: must be {"prompt": "..."}, found {"text": "a"}', 2),
         (["--prompts", "EMPTY"], r'empty.jsonl holds no prompt; give a line of {"prompt": "..."} for each', 2),
         (["--prompts", "BAD", "--prompt", "a"], r"--prompt and --prompts .* were both given; leave one of them out", 2),
+        (["--temperature", "inf"], "^interlace: --temperature is inf; write a finite number from 0 on", 2),
     ],
 )
 def test_one_sentence_names_what_to_change(

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints import save_values
-from interlace import config
+from interlace import config, hf_config
 from interlace.config import Config
 from interlace.errors import CheckpointError, ConfigError, DataError, ResourceError
 from interlace.models.decoder import Decoder, initialise
 from interlace.train.export import export
+from tokenizer_files import word_level
 
 torch.set_num_threads(1)
 
@@ -93,10 +94,38 @@ def test_the_newest_checkpoint_of_a_run_is_taken(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"], new.head.output.weight)
 
 
+@pytest.mark.parametrize("stated", [None, 2, 4, [4, 2], [4, 5], "four", {"id": 4}])
+def test_generation_stops_where_documents_ended(tmp_path: Path, stated: object) -> None:
+    """And where it stopped in the folder that the run began from, of the same tokens."""
+    words = tmp_path / "words"
+    words.mkdir()
+    word_level(words)  # "</s>" is 2
+    (words / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    held = run_config(tokenizer=str(words))
+    (words / "config.json").write_text(json.dumps(hf_config.to_hf(held.model_config()) | {"eos_token_id": 3}))
+    save_run(tmp_path, dataclasses.replace(held, model=dataclasses.replace(held.model, from_=str(words))))
+    export(tmp_path, tmp_path / "out")
+    ends = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
+    assert ends == {"None": [2, 3], "2": [2, 3], "4": [2, 3, 4], "[4, 5]": [2, 3, 4, 5], "[4, 2]": [2, 3, 4]}.get(
+        str(stated), [2, 3]
+    )
+
+
+def test_transformers_stops_there(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = tmp_path / "words"
+    words.mkdir()
+    word_level(words)
+    save_run(tmp_path, run_config(tokenizer=str(words)))
+    export(tmp_path, tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generation_config.eos_token_id == 2
+
+
 def test_the_runs_tokenizer_goes_along(tmp_path: Path) -> None:
     words = tmp_path / "words"
     words.mkdir()
-    (words / "tokenizer.json").write_text('{"some": "tokenizer"}')
+    word_level(words)
     (words / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     save_run(tmp_path, run_config(tokenizer=str(words)))
     export(tmp_path, tmp_path / "out")

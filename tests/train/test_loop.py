@@ -29,6 +29,7 @@ from interlace.models.weights import SINGLE, load_hf
 from interlace.report.ledger import SECOND, ledgers
 from interlace.train import export, loop
 from interlace.train.data import Cursor, Dataset
+from tokenizer_files import word_level
 
 STEPS, HALF = 8, 4
 LONG = [f"train.steps={STEPS}", "train.lr_schedule=wsd", "train.warmup=2", "run.save_every=4"]
@@ -309,6 +310,22 @@ def test_a_hugging_face_folder_gives_weights_or_only_sizes(tmp_path: Path) -> No
         file.unlink()
     sizes = replace(again, run=replace(again.run, out=str(tmp_path / "sizes")))
     assert train(sizes)[0]["loss"] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(cfg := runs.config(tmp_path, "dp=1", ["train.steps=1", "run.save_every=0"]))
+    export.export(cfg.run.out, tmp_path / "hf", "fp32")
+    word_level(tmp_path / "hf")
+    text = runs.toml(tmp_path, out="from").split("[parallel]")[1]
+    again = loads(f'[model]\nfrom = "{tmp_path}/hf"\n[parallel]{text}', ["train.steps=1"])
+    capfd.readouterr()
+    for words, told in (("bytes", True), (str(tmp_path / "hf"), False)):
+        data, run = (
+            replace(again.data, tokenizer=words, skip_bad_lines=True),
+            replace(again.run, out=str(tmp_path / f"from-{told}")),
+        )
+        train(replace(again, data=data, run=run))
+        assert ("its weights know other ids" in "".join(capfd.readouterr())) == told
 
 
 def test_no_run_starts_from_weights_that_are_not_finite(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ class Region:
     def element(self, address: int, size: int | None = None) -> str:
         index = (address - self.begin) // self.size
         where = [str(index)]
-        if len(self.shape) > 1 and math.prod(self.shape) * self.size == self.end - self.begin and index >= 0:
+        count = math.prod(self.shape)
+        if len(self.shape) > 1 and count * self.size == self.end - self.begin and 0 <= index < count:
             where = [str(int(i)) for i in np.unravel_index(index, self.shape)]
         return f"rank {self.rank} {self.name}[{', '.join(where)}]"
 

@@ -183,6 +183,8 @@ def generate(
         with said_once(place):
             if prompt and prompts:
                 raise errors.ConfigError(f"--prompt and --prompts {prompts} were both given; leave one of them out.")
+            if temperature == float("inf"):
+                raise errors.ConfigError("--temperature is inf; write a finite number from 0 on.")
             plan = ParallelPlan.parse(parallel, place.size if place else None)
             texts = read_prompts(Path(prompts)) if prompts else prompt or ["def "]
             asked = Asked(texts, bool(prompts) or len(texts) > 1, tokens, temperature, top_k, seed, batch)

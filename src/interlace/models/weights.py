@@ -296,12 +296,13 @@ def save_hf(
     cfg: ModelConfig,
     tensors: Iterable[tuple[str, Tensor]],
     max_shard_bytes: int = 5 << 30,
+    end: int | list[int] | None = None,
 ) -> None:
     """Write a folder that `transformers` loads: config.json and shards of at most `max_shard_bytes` (or one tensor).
 
     `tensors` are (our name, whole tensor) as `named_parameters()` and `named_buffers()` give them, in any order and
     dtype, each written in its own dtype; one shard at a time is held in memory.  The folder appears only when all of it
-    is written.
+    is written.  end: the id, or ids, at which whoever generates with the folder is to stop.
     ConfigError when no Hugging Face model type is this model; CheckpointError when the folder holds something already
     or a tensor is missing, foreign or of another shape.
     """
@@ -314,6 +315,7 @@ def save_hf(
     partial.mkdir()
     try:
         dtype = _write_shards(partial, cfg, tensors, max_shard_bytes)
+        config["eos_token_id"] = end
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, folder)

@@ -1,8 +1,8 @@
 """The file of a trace by `torch.profiler` -> its JSON, plain or gzip.
 
 Control characters and bytes that are no text, as names have, are let pass, and what several versions of the profiler
-wrote that is no JSON is read too: quotes in the name of a Python frame, backslashes of Windows paths, and numbers that
-are none, as a bandwidth over no time.
+wrote that is no JSON is read too: quotes and line ends in the name of a Python frame, backslashes of Windows paths, and
+numbers that are none, as a bandwidth over no time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any
 
 from interlace.errors import DataError
 
-_NAME = re.compile(r'("name"\s*:\s*")(.*?)(",\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:)')
+_NAME = re.compile(  # up to what may stand behind it: another key, or the end of its object
+    r'("name"\s*:\s*")(.*?)("\s*(?:,\s*"(?:ph|cat|pid|tid|ts|dur|args|id|bp|s)"\s*:|\}\s*[,}\]]))', re.DOTALL
+)
 _PART = re.compile(r'"(?:[^"\\]|\\.)*"|(?<![\w."])-?(?:nan|inf|N/A)(?![\w."])', re.DOTALL)
+_PACKED = {b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _ESCAPE = re.compile(r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\')
 
 
@@ -36,9 +39,17 @@ def load(path: str | Path) -> dict[str, Any]:
             ) from None
     if not data.strip():
         raise DataError(f"{path}: the file is empty: record the trace again", file=str(path))
+    if packed := next((name for mark, name in _PACKED.items() if data.startswith(mark)), ""):
+        raise DataError(f"{path}: packed by {packed}: unpack it, or give a plain or gzip trace", file=str(path))
     try:
         trace = _parsed(data.decode(json.detect_encoding(data), errors="replace"))
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and _is_cut(error):
+            raise DataError(
+                f"{path}: the JSON is cut off at its end: wait until it is written, copy it again, or record the trace "
+                "again",
+                file=str(path),
+            ) from None
         raise DataError(f"{path}: not JSON ({error}): give a Chrome trace by torch.profiler", file=str(path)) from None
     if isinstance(trace, list):
         trace = {"traceEvents": trace}
@@ -55,6 +66,11 @@ def _parsed(text: str) -> Any:
             return json.loads(_mended(text), strict=False)
         except json.JSONDecodeError:  # at a place of another text
             raise error from None
+
+
+def _is_cut(error: json.JSONDecodeError) -> bool:
+    """Whether the text ended where more was expected."""
+    return error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
 
 
 def _mended(text: str) -> str:

@@ -48,10 +48,10 @@ _ARITHMETIC = re.compile(
     r"at::native|at_cuda_detail|gemm|gemv|matmul|(?<![a-z])b?mm(?![a-z])|cutlass|cublas|cudnn|nvjet|splitk|split_k"
     r"|(?<![a-z])(ampere|hopper|volta|turing|maxwell)_|(?<![a-z])sm\d\d|^cijk_|ck_tile|xmma|wmma|wgmma"
     r"|flash|fmha|attention|attn|softmax|norm|gelu|silu|relu|swiglu|rotary|rope|embedding|elementwise|vectorized"
-    r"|^triton_(poi|per|red|tem|mm|bmm|for|flex|spl)|cub::|thrust::|dropout|entropy|multi_tensor|adam|topk|top_k"
+    r"|^triton_(poi|per|red|tem|mm|bmm|for|flex|spl|_\d)|cub::|thrust::|dropout|entropy|multi_tensor|adam|topk|top_k"
     r"|conv(olution|\d|_)|winograd|im2col|(?<![a-z])moe|expert|cumsum|scan|sort|transpose|index|scatter|gather"
     r"|dequant|quantize|reduce_kernel|reduce_1block|pool|upsample|philox|distribution|memset|fill_?kernel|copy_?kernel"
-    r"|reshape_and_cache",
+    r"|reshape_and_cache|(?<![a-z])dot_kernel",
     re.IGNORECASE,
 )
 _COMMUNICATES = re.compile(

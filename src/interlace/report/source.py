@@ -52,11 +52,11 @@ class Source:
         if first.is_dir() and (first / "events.jsonl").exists():
             return _run_folder(first)
         if first.is_dir():
-            places = _traces_in(first)
+            places = _traces_in(first) or _files(first, ".json", ".json.gz")
             if not places:
                 raise DataError(
-                    f"{first}: neither events.jsonl nor traces (*.trace.json, *.trace.json.gz) are in it: give a run "
-                    "folder or traces",
+                    f"{first}: neither events.jsonl nor traces (*.json, *.json.gz) are in it: give a run folder or "
+                    "traces",
                     file=str(first),
                 )
         if first.suffix == ".jsonl":
@@ -78,7 +78,12 @@ class Source:
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.trace.json"), *folder.glob("*.trace.json.gz")])
+    """Files that are named as traces: *.pt.trace.json of PyTorch's handler, rank0_trace.json of other programs."""
+    return _files(folder, "trace.json", "trace.json.gz")
+
+
+def _files(folder: Path, *ends: str) -> list[Path]:
+    return sorted(path for end in ends for path in folder.glob(f"*{end}"))
 
 
 def _run_folder(folder: Path) -> Source:
@@ -86,11 +91,11 @@ def _run_folder(folder: Path) -> Source:
     events, notes = _whole_lines(folder / "events.jsonl")
     if left := _traces_in(folder):
         those = f"{left[0].name} and {len(left) - 1} more were" if len(left) > 1 else f"{left[0].name} was"
-        notes.insert(0, f"events.jsonl was read, {those} left: interlace report {folder}/*.trace.json* reads traces")
+        notes.insert(0, f"events.jsonl was read, {those} left: interlace report {folder}/*trace.json* reads traces")
     if not events and left:
         raise DataError(
             f"{folder / 'events.jsonl'}: holds no events yet: wait for the first step, or read the traces beside it "
-            f"with interlace report {folder}/*.trace.json*",
+            f"with interlace report {folder}/*trace.json*",
             file=str(folder / "events.jsonl"),
         )
     found = Source(str(folder), _some(events, folder / "events.jsonl"), notes=notes)

@@ -33,6 +33,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver", "runtime", "driver")
 OPERATORS = ("cpu_op", "operator", "user_annotation")
 NAME_LENGTH = 300
 STRAY = 0.01  # of a file's events on the device, that may be on GPUs which are not the rank's own
+DAY = 86_400e6  # no trace is as long
 Memory = dict[int, list[tuple[float, float]]]  # rank -> (seconds, bytes allocated)
 
 
@@ -88,7 +89,7 @@ class _File:
         self.base = base if _is_count(base) else 0
         self.offset = 0.0  # of this file's times from those of the first
         entries = [entry for entry in trace["traceEvents"] if _is_timed(entry)]
-        self.device = [entry for entry in entries if _is_device(entry)]
+        self.device = _together([entry for entry in entries if _is_device(entry)])
         self.broken = sum(map(_is_device, trace["traceEvents"])) - len(self.device)
         if self.broken and not self.device:
             raise DataError(
@@ -436,14 +437,20 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_timed(entry: Any) -> TypeGuard[dict[str, Any]]:
-    """A complete event with a beginning and a length."""
+    """A complete event with a beginning and a length that can be one."""
     return (
         isinstance(entry, dict)
         and entry.get("ph") == "X"
         and _is_time(entry.get("ts"))
         and _is_time(entry.get("dur"))
-        and entry["dur"] >= 0
+        and 0 <= entry["dur"] < DAY
     )
+
+
+def _together(device: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those that begin days away from the others, as at 0, where the driver gave no time."""
+    middle = statistics.median_low([entry["ts"] for entry in device]) if device else 0.0
+    return [entry for entry in device if abs(entry["ts"] - middle) < DAY]
 
 
 def _is_device(entry: Any) -> bool:

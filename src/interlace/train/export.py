@@ -6,6 +6,8 @@ one shard of the result is in memory.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from interlace import hf_config, tokenizer
 from interlace.checkpoint import Reader, configuration, newest
+from interlace.config import Config
 from interlace.errors import ConfigError, DataError, ResourceError, nearest
+from interlace.model_config import ModelConfig
 from interlace.models.weights import save_hf
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -25,10 +29,11 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json")  # of a tokenizer.
 def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = "bf16") -> None:
     """Write the newest checkpoint of a run folder, or one checkpoint, as a new folder `destination`.
 
-    dtype: "bf16" or "fp32".  A run on bytes has no tokenizer.json to copy.  The folder appears once all weights are in
-    it.  ConfigError when no Hugging Face model computes what this configuration does; CheckpointError for a missing,
-    damaged or foreign checkpoint, or a destination with something in it; DataError when the tokenizer's file has gone;
-    ResourceError when the disk refuses.
+    dtype: "bf16" or "fp32". A run on bytes has no tokenizer.json to copy. `eos_token_id` of config.json is the id
+    that ended the run's documents, beside those of the folder that the run began from. The folder appears once all
+    weights are in it. ConfigError when no Hugging Face model computes what this configuration does; CheckpointError
+    for a missing, damaged or foreign checkpoint, or a destination with something in it; DataError when the
+    tokenizer's file has gone; ResourceError when the disk refuses.
     """
     if dtype not in DTYPES:
         near = nearest(dtype, DTYPES)
@@ -37,9 +42,10 @@ def export(run_or_checkpoint: str | Path, destination: str | Path, dtype: str = 
     cfg, model_cfg = configuration(reader)
     hf_config.to_hf(model_cfg)  # refuses before anything is read
     words = _tokenizer_file(cfg.data.tokenizer)
+    end = _ends(cfg, model_cfg, words)
     destination = Path(destination)
     try:
-        save_hf(destination, model_cfg, _weights(reader, DTYPES[dtype]))
+        save_hf(destination, model_cfg, _weights(reader, DTYPES[dtype]), end=end)
         if words is not None:
             shutil.copyfile(words, destination / tokenizer.FILE)
             for name in BESIDE:
@@ -59,6 +65,21 @@ def _weights(reader: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]
         if kind in ("main", "buffer"):
             whole = reader.read(name).view(reader.shape(name))
             yield own_name, whole.to(dtype) if kind == "main" else whole
+
+
+def _ends(cfg: Config, model_cfg: ModelConfig, words: Path | None) -> int | list[int] | None:
+    """Where whoever generates with the folder is to stop: at the id that ended the run's documents, and at those of the
+    folder that the run began from, as the end of a turn, if it has the same tokenizer."""
+    ids = [tokenizer.tokenizer(cfg.data.tokenizer).end]
+    begun = Path(cfg.model.from_) if cfg.model.from_ else None
+    theirs = begun / tokenizer.FILE if begun and begun.is_dir() else None
+    if words is not None and theirs is not None and theirs.is_file() and theirs.read_bytes() == words.read_bytes():
+        for name in ("config.json", "generation_config.json"):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # absent, or of no form that is known
+                stated = json.loads(theirs.with_name(name).read_bytes()).get("eos_token_id")
+                ids += [end for end in (stated if isinstance(stated, list) else [stated]) if type(end) is int]
+    ids = [end for end in dict.fromkeys(ids) if 0 <= end < model_cfg.vocab_size]
+    return ids if len(ids) > 1 else ids[0] if ids else None
 
 
 def _tokenizer_file(spec: str) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from interlace import hf_config, random, spec
+from interlace import hf_config, random, spec, tokenizer
 from interlace.collectives import (
     Boxes,
     Group,
@@ -203,7 +203,18 @@ def build(world: World, cfg: Config) -> Session:
         )
     if cfg.model.from_ and not holds_weights(Path(cfg.model.from_)):
         made.notes.append(f"no weights in {cfg.model.from_}: the model starts from random ones")
+    elif cfg.model.from_ and _has_other_tokenizer(cfg):
+        made.notes.append(
+            f"{cfg.model.from_} has a {tokenizer.FILE}, and the data are read with another (data.tokenizer = "
+            f'"{cfg.data.tokenizer}"): its weights know other ids; data.tokenizer={cfg.model.from_} takes its own'
+        )
     return made
+
+
+def _has_other_tokenizer(cfg: Config) -> bool:
+    """Whether the folder that the run begins from has a tokenizer, and it is not the run's."""
+    theirs, ours = Path(cfg.model.from_, tokenizer.FILE), tokenizer.file_of(cfg.data.tokenizer)
+    return theirs.is_file() and (ours is None or ours.read_bytes() != theirs.read_bytes())
 
 
 def _no_graphs(cfg: Config, device: torch.device) -> str:
