@@ -121,6 +121,35 @@ def test_dropped_probabilities_do_not_hang_on_the_batch():
     assert not torch.allclose(whole, decoder.eval()(tokens), atol=1e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_gpu_in_bf16(packed, compiled):
+    """Heads as published: 192 features, 64 of them turned, values of 128."""
+    sizes = {"head_dim": 192, "rotary_dim": 64, "value_dim": 128, "kv_rank": 48, "q_rank": 40, "num_kv_heads": 3}
+    wide = build(hidden_size=64, init_std=0.1, **sizes)
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.copy_(parameter.bfloat16())
+    narrow = build(torch.bfloat16, hidden_size=64, init_std=0.1, **sizes).cuda()
+    narrow.load_state_dict(wide.state_dict())
+    tokens = torch.randint(0, 37, (2, 130), generator=torch.Generator().manual_seed(3))
+    documents = (torch.arange(130) // 47).expand(2, -1) if packed else None
+    positions = torch.arange(130) % 47 if packed else torch.arange(130)
+    made = []
+    for decoder, device in ((wide, "cpu"), (narrow, "cuda")):
+        if compiled and device == "cuda":
+            for block in decoder.blocks:
+                block.compile(fullgraph=False)
+        parts = (x.to(device) if x is not None else None for x in (tokens, positions.expand(2, -1), documents))
+        out = decoder(*parts)
+        out.float().square().mean().backward()
+        made.append([out, *(parameter.grad for parameter in decoder.parameters())])
+    for a, b in zip(*made, strict=True):
+        assert (b.double().cpu() - a).abs().max() <= 6e-2 * a.abs().max()
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
