@@ -20,6 +20,7 @@ from torch import Tensor
 LIBRARY = torch.library.Library("interlace", "FRAGMENT")
 LIBRARY.define("rows(Tensor x, Tensor order) -> Tensor")
 LIBRARY.impl("rows", lambda x, order: x.index_select(0, order), "CompositeExplicitAutograd")
+LIBRARY.impl("rows", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("interlace::rows", lambda x, order: x.new_empty(len(order), x.shape[1]), lib=LIBRARY)
 
 

@@ -123,6 +123,7 @@ def test_dropped_probabilities_do_not_hang_on_the_batch():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_on_a_gpu_in_bf16(packed, compiled):
@@ -141,7 +142,7 @@ def test_on_a_gpu_in_bf16(packed, compiled):
     for decoder, device in ((wide, "cpu"), (narrow, "cuda")):
         if compiled and device == "cuda":
             for block in decoder.blocks:
-                block.compile(fullgraph=False)
+                block.compile()
         parts = (x.to(device) if x is not None else None for x in (tokens, positions.expand(2, -1), documents))
         out = decoder(*parts)
         out.float().square().mean().backward()
