@@ -111,6 +111,45 @@ def test_packed_documents_stay_apart_and_begin_anew():
     assert not torch.allclose(decoder(tokens)[:, 5:], packed[:, 5:], atol=1e-3)
 
 
+GPU = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        pytest.param("cuda", torch.float32, marks=GPU),
+        pytest.param("cuda", torch.bfloat16, marks=GPU),
+    ],
+)
+def test_every_kernel_takes_values_of_another_size(device, dtype, packed):
+    """A head of 24 and 16 features, as flash attention wants them; documents and a window, or neither."""
+    window = {"sliding_window": 20} if packed else {}
+    wide = build(head_dim=24, rotary_dim=8, value_dim=16, **window)
+    cfg, exact = wide.cfg, wide.blocks[0].attention
+    tested = Decoder(cfg, device, dtype).blocks[0].attention
+    with torch.no_grad():
+        for there, here in zip(tested.parameters(), exact.parameters(), strict=True):
+            there.copy_(here)
+            here.copy_(there)  # rounded alike
+    documents = (torch.arange(70) // 30).expand(2, 70) if packed else None
+    x = torch.randn(2, 70, 20, dtype=dtype, generator=torch.Generator().manual_seed(1)).to(device)
+    probe = torch.randn(2, 70, 20, generator=torch.Generator().manual_seed(2))
+    made = []
+    for attention, inputs in ((exact, x.double().cpu()), (tested, x.clone())):
+        inputs.requires_grad_()
+        context = wide.context((2, 70), inputs.device, documents_BT=documents)
+        for pattern in context.patterns.values():
+            pattern.prepare(inputs.dtype, cfg.head_dim)
+        out = attention(inputs, context)
+        grads = torch.autograd.grad((out * probe.to(out)).sum(), [inputs, *attention.parameters()])
+        made.append([found.detach().double().cpu() for found in (out, *grads)])
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for expected, found in zip(*made, strict=True):
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 @pytest.mark.filterwarnings("ignore:attention dropout")
 def test_dropped_probabilities_do_not_hang_on_the_batch():
     decoder = build(attention_dropout=0.4).train()

@@ -87,6 +87,7 @@ def test_what_a_graph_captures_is_counted_without_moments() -> None:
 
 PLANS = [
     "tp=2",
+    "tp=2 latent",
     "tp=2 overlap=fused",
     "tp=2 overlap=off sequence=off",
     "tp=2 recompute=selective micro_batches=2",
@@ -101,6 +102,8 @@ def test_graphs_change_no_number_on_two_gpus(plan: str, tmp_path: Path) -> None:
     words = ["model.hidden_size=256", "model.head_dim=64", "model.num_layers=2", "data.sequence_length=127",
              "train.precision=bf16", "train.optimizer=sgd", "train.learning_rate=0.05", "train.warmup=0",
              "data.documents=joined", "train.compile=true"]  # fmt: skip
+    if plan.endswith("latent"):
+        plan, words = plan.removesuffix(" latent"), [*words, *LATENT, "model.rotary_dim=16", "model.kv_rank=64"]
     configs = [runs.config(tmp_path, plan, [*words, *more]).to_toml() for more in ([], ["train.graphs=true"])]
     argument = {"configs": configs, "count": 6}
     for plain, graphs in run_local("rank_functions_graphs:steps", 2, argument, device="cuda", timeout=120.0):

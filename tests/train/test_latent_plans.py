@@ -10,6 +10,7 @@ import pytest
 from test_verify import explain, prove
 
 import runs
+from interlace.train import verify
 
 Run = Callable[..., list[Any]]
 SHAPES = ["model.num_kv_heads=4", "model.head_dim=6", "model.rotary_dim=2", "model.num_layers=2"]
@@ -46,3 +47,20 @@ def test_every_axis_equals_one_process(run_ranks: Run, tmp_path: Path, world: in
     jobs = [(runs.config(tmp_path, plan, overrides), "none") for plan, overrides in PLANS[world]]
     for (cfg, _), report in zip(jobs, prove(run_ranks, jobs, tmp_path), strict=True):
         assert report.passed, f"{cfg.plan}\n{explain(report)}"
+
+
+@pytest.mark.gpu2
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp=2",
+        "tp=2 sequence=off recompute=full",
+        "dp=2 zero=3 recompute=selective",
+        "cp=2 exchange=ring",
+        "cp=2 exchange=ulysses",
+        "pp=2 micro_batches=2",
+    ],
+)
+def test_two_gpus_equal_one(plan: str, tmp_path: Path) -> None:
+    report = verify.verify(runs.config(tmp_path, plan, [*LATENT, *ODD]), 2, "cuda")
+    assert report.passed, explain(report)
