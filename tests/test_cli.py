@@ -16,16 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
 import runs
 from clock import limit
 from interlace.cli import app
+from interlace.cli.failures import said_once
 from interlace.cli.train import alike
 from interlace.config import ParallelPlan
+from interlace.errors import ConfigError
 from interlace.launch import run_local
 from interlace.train import loop
+from interlace.world import Place
 from test_launch import alive, children, free_port, until
 
 COMMAND = ("-m", "interlace")
@@ -71,6 +75,7 @@ def file(tmp_path: Path) -> str:
         (["--set", "trian.steps=5"], r"unknown section trian .*: did you mean train\?"),
         (["--set", "steps=5"], r"write SECTION.KEY=VALUE"),
         (["--set", "run.steps=5"], r"it belongs to \[train\]"),
+        (["--set", f"run.out={'a' * 300}"], r"aaa\.\.\. \(\d+ characters\) is too long for the name of a file here"),
         (["--set", "train.steps=many"], r"train.steps must be .*, found .*many"),
         (["--set", "train.steps=0"], r"train.steps must be an integer of at least 1, found 0"),
         (["--set", "model.preset=tinny"], r"unknown preset tinny .*: did you mean tiny\?"),
@@ -249,6 +254,17 @@ def test_of_torchruns_ranks_the_killed_one_is_named_by_those_left(file: str, tmp
 def test_more_ranks_than_memory_holds_processes(file: str) -> None:
     line = sentence(interlace("train", file, "--parallel", "dp=100000", "--set", "train.global_batch=100000"), 7)
     assert re.search(r"100000 ranks on this machine of [\d.]+ GiB free memory, .* use at most \d+ here", line)
+
+
+def test_a_silent_rank_lets_the_first_one_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends all ranks as soon as it sees that one has ended."""
+    waited: list[float] = []
+    monkeypatch.setattr("interlace.cli.failures.time.sleep", waited.append)
+    for rank in (0, 1):
+        with pytest.raises((ConfigError, typer.Exit)) as caught, said_once(Place(rank, 2, rank, 2, "localhost", 1)):
+            raise ConfigError("no such key")
+        assert isinstance(caught.value, ConfigError) == (rank == 0)
+    assert waited == [1.0]
 
 
 def test_torchrun_says_a_refusal_once(file: str, tmp_path: Path) -> None:

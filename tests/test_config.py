@@ -40,7 +40,7 @@ DIMS = {
 
 # --- round trip ----------------------------------------------------------------------------------------------------
 
-text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
 count = st.integers(0, 2**40)
 positive = st.integers(1, 2**40)
 above0 = st.floats(1e-300, 1e300)
@@ -61,7 +61,7 @@ scalings = st.builds(
 dims = st.fixed_dictionaries(
     {},
     optional={
-        "num_layers": positive,
+        "num_layers": st.integers(1, 10_000),
         "norm": st.sampled_from(["rmsnorm", "layernorm"]),
         "rope_theta": above0,
         "rope_scaling": st.none() | scalings,
@@ -96,14 +96,16 @@ configs = st.builds(
     data=st.builds(DataSection, source=text, field=text, sequence_length=positive, shuffle=st.booleans()),
     train=st.builds(
         TrainSection,
-        steps=positive,
+        steps=st.integers(1, 10**12),
         learning_rate=st.floats(1e-3, 10),
         min_learning_rate=st.floats(0, 1e-3),
         betas=st.tuples(share, share),
         eps=above0,
         precision=st.sampled_from(["fp32", "bf16"]),
     ),
-    run=st.builds(RunSection, out=text, seed=st.integers(0, 2**63 - 1), timeout=above0, tensorboard=st.booleans()),
+    run=st.builds(
+        RunSection, out=text, seed=st.integers(0, 2**63 - 1), timeout=st.floats(1e-300, 1e8), tensorboard=st.booleans()
+    ),
 )
 
 
@@ -230,6 +232,22 @@ def test_every_preset_is_whole() -> None:
             "[train]\nbetas = [0.9]",
             "train.betas must be a list of 2 values, each a number of at least 0 and below 1, found [0.9]",
         ),
+        (
+            "[train]\nsteps = 1000000000001",
+            "train.steps must be an integer of at least 1 and at most 1e+12, found 1000000000001",
+        ),
+        (
+            "[train]\nglobal_batch = 100000001",
+            "train.global_batch must be an integer of at least 1 and at most 1e+08, found",
+        ),
+        ("[train]\nepochs = 1000000001", "train.epochs must be an integer of at least 0 and at most 1e+09, found"),
+        (
+            "[model]\nnum_layers = 10001",
+            "model.num_layers must be an integer of at least 1 and at most 10000, found 10001",
+        ),
+        ("[run]\ntimeout = 1e300", "run.timeout must be a number above 0 and at most 1e+08, found 1e+300 (number)"),
+        ('[run]\nout = "a\\u0000b"', "run.out must be a string that is not empty and holds no NUL, found "),
+        ('[model]\nfrom = "a\\u0000b"', "model.from must be a string and holds no NUL, found "),
         ('[data]\nsource = ""', 'data.source must be a string that is not empty, found "" (string)'),
         ("[run]\ndeterministic = 1", "run.deterministic must be true or false, found 1 (integer)"),
         ('[model]\npreset = "tny"', "unknown preset tny in [model]: did you mean tiny?"),

@@ -248,9 +248,9 @@ class TrainSection(Section):
 
     _place: ClassVar[str] = "train"
 
-    steps: Positive = 200
-    epochs: Count = 0
-    global_batch: Positive = 32
+    steps: Annotated[int, Range(low=1, most=10**12)] = 200
+    epochs: Annotated[int, Range(low=0, most=10**9)] = 0
+    global_batch: Annotated[int, Range(low=1, most=10**8)] = 32
     optimizer: Annotated[str, OneOf(("adamw", "sgd"))] = "adamw"
     learning_rate: Above0 = 3e-4
     min_learning_rate: Amount = 0.0
@@ -300,7 +300,7 @@ class RunSection(Section):
     save_every: Count = 50
     keep: Count = 0
     log_every: Positive = 1
-    timeout: Above0 = 60.0
+    timeout: Annotated[float, Range(above=0, most=1e8)] = 60.0
     deterministic: bool = False
     reproducible: Annotated[str, OneOf(("none", "plan"))] = "none"
     tensorboard: bool = False

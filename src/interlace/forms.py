@@ -27,12 +27,16 @@ from interlace.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number: `low` and `high` are allowed values, `above` and `below` are not."""
+    """Bounds of a number: `low`, `high` and `most` are allowed values, `above` and `below` are not.
+
+    most: far beyond any use, but not for ever to work through; told to a larger value alone.
+    """
 
     low: float | None = None
     above: float | None = None
     below: float | None = None
     high: float | None = None
+    most: float | None = None
 
     def holds(self, value: float) -> bool:
         return (
@@ -40,6 +44,7 @@ class Range:
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
             and (self.high is None or value <= self.high)
+            and (self.most is None or value <= self.most)
         )
 
     def __str__(self) -> str:
@@ -144,6 +149,8 @@ def _convert(value: Any, hint: Any) -> Any:
         raise ValueError
     if bare is float and not math.isfinite(value):
         raise ValueError
+    if bare is str and "\0" in value:  # no path and no text of a run file
+        raise ValueError
     if rule and not rule.holds(len(value) if isinstance(rule, Range) and bare is str else value):
         raise ValueError
     return value
@@ -154,12 +161,16 @@ def checked(value: Any, hint: Any, key: str, error: type[ConfigError] = ConfigEr
     try:
         return _convert(value, hint)
     except (ValueError, OverflowError):
-        close = ""
-        rule = _parts(hint)[1]
+        close = more = ""
+        bare, rule, _ = _parts(hint)
+        if isinstance(rule, Range) and rule.most is not None and isinstance(value, int | float) and value > rule.most:
+            more = f" and at most {rule.most:g}"
+        if bare is str and isinstance(value, str) and "\0" in value:
+            more = " and holds no NUL"
         if isinstance(rule, OneOf):
             near = rule.nearest(value)
             close = "" if near is None else f"; nearest is {near}"
-        raise error(f"{key} must be {_describe(hint)}, found {show(value)}{close}") from None
+        raise error(f"{key} must be {_describe(hint)}{more}, found {show(value)}{close}") from None
 
 
 def show(value: Any) -> str:

@@ -104,7 +104,7 @@ class ModelConfig(Section):
 
     vocab_size: Positive
     hidden_size: Positive
-    num_layers: Positive
+    num_layers: Annotated[int, Range(low=1, most=10_000)]
     num_heads: Positive
     num_kv_heads: Positive
     head_dim: Positive

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,14 +21,20 @@ if TYPE_CHECKING:
     from interlace.config import Config
     from interlace.world import Place
 
+SPEAK = 1.0  # seconds by which rank 0 may come to a refusal later than the others
+
 
 @contextlib.contextmanager
 def said_once(place: Place | None) -> Iterator[None]:
-    """What every rank refuses alike before they meet, rank 0 alone says."""
+    """What every rank refuses alike before they meet, rank 0 alone says.
+
+    The others give it time, for a launcher ends all ranks when one has ended.
+    """
     try:
         yield
     except errors.InterlaceError as error:
         if place is not None and place.rank > 0:
+            time.sleep(SPEAK)
             raise typer.Exit(error.exit_code) from None
         raise
 
@@ -79,6 +87,9 @@ def guarded(work: Callable[[], None], debug: bool) -> None:
         quiet_stdout()
         raise typer.Exit(0) from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG and isinstance(error.filename, str):
+            name = f"{error.filename[:40]}... ({len(error.filename)} characters)"
+            _fail(errors.ConfigError(f"{name} is too long for the name of a file here; choose a shorter one."), debug)
         if error.filename is not None:
             raise
         quiet_stdout()
