@@ -224,6 +224,24 @@ def test_a_call_of_a_part_outside_is_refused_where_its_weights_may_be_away() -> 
                 model.module[0](y)
 
 
+@pytest.mark.usefixtures("_alone")
+def test_what_is_wrapped_already_is_refused() -> None:
+    """Twice, or as a part of another module; what was wrapped by something that is gone has values or says so."""
+    shared = nn.Linear(3, 3)
+    first, second = nn.Sequential(nn.Linear(3, 3), shared), nn.Sequential(shared, nn.Linear(3, 3))
+    model = interlace.parallelize(first)
+    for module, name in ((first, r"0\.weight"), (second, r"0\.weight"), (shared, "weight")):
+        with pytest.raises(ConfigError, match=rf"^{name} belongs to a module that is wrapped already"):
+            interlace.parallelize(module)
+    del model
+    model = interlace.parallelize(second)
+    model(torch.ones(1, 3)).sum().backward()
+    expanded = nn.Linear(3, 3)
+    expanded.bias = nn.Parameter(torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=r"^several elements of bias lie in one place of memory"):
+        interlace.parallelize(expanded)
+
+
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "initialised": lambda module: module.apply(lambda each: each is module[0] and each.reset_parameters()),
     "clamped": lambda module: module[0].weight.clamp_(-0.1, 0.1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -120,7 +121,27 @@ def _check(module: nn.Module) -> None:
             raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before parallelize.")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
+    _refuse_wrapped_parts(module)
     _refuse_one_memory(module)
+
+
+def _refuse_wrapped_parts(module: nn.Module) -> None:
+    """`ConfigError` for a parameter of another wrapped module, or of one that is gone and left it without values."""
+    own = dict(module.named_parameters())
+    if optimizers.of_wrapped(own.values()):
+        gc.collect()  # of one that nobody has any more
+    held = optimizers.of_wrapped(own.values())
+    for name, parameter in own.items():
+        if id(parameter) in held:
+            raise ConfigError(
+                f"{name} belongs to a module that is wrapped already; wrap a module once, and modules that share one "
+                "as parts of one module around them."
+            )
+        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ConfigError(
+                f"several elements of {name} lie in one place of memory, as those of an expanded tensor do, or of a "
+                "module whose wrapped form is gone; give it values of its own before parallelize."
+            )
 
 
 def _refuse_one_memory(module: nn.Module) -> None:
