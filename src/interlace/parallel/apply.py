@@ -61,8 +61,9 @@ def parallelize(
     Hooks on the module's parameters see the gradient of this rank's part of the batch (`parallel.hooks`).
     Errors: `PlanError` when the mesh does not have as many ranks as there are processes, or needs an axis that cannot
     be executed, or heads do not divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments
-    that ranks do not share, what `DataParallel` refuses, and, when it steps, an optimizer of the module's own
-    parameters, or one that would train other numbers (`parallel.optimizers`).
+    that ranks do not share, tensors tied by their memory alone, parts of another wrapped module, what `DataParallel`
+    refuses, hooks that nobody would call, and, when it steps, an optimizer of the module's own parameters, or one that
+    would train other numbers (`parallel.optimizers`).
     """
     _check(module)
     found = resolve(module, roles or {})
