@@ -164,6 +164,84 @@ def test_a_rate_for_a_name_that_no_flat_run_has_is_refused() -> None:
     step(["0", "1", "2"], lr=0.1)
 
 
+def tied_by_memory(module: nn.Sequential) -> None:
+    module[1].weight.data = module[0].weight.data
+
+
+def rows_of_one(module: nn.Sequential) -> None:
+    module[1].weight = nn.Parameter(module[0].weight.detach()[1:])
+
+
+def kept_as_buffer(module: nn.Sequential) -> None:
+    module[1].register_buffer("kept", module[0].weight.data)
+
+
+def columns_of_one(module: nn.Sequential) -> None:
+    whole = torch.randn(3, 6)
+    for number in range(2):
+        module[number].weight = nn.Parameter(whole[:, 3 * number : 3 * number + 3])
+
+
+def frozen_alike(module: nn.Sequential) -> None:
+    tied_by_memory(module.requires_grad_(False))
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("tie", [tied_by_memory, rows_of_one, kept_as_buffer, columns_of_one, frozen_alike])
+def test_what_is_tied_by_its_memory_alone_is_refused(tie: Callable[[nn.Sequential], None]) -> None:
+    """Wrapped, each would be in a place of its own; columns of one matrix, and what nobody trains, may stay."""
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    tie(module)
+    if tie in (columns_of_one, frozen_alike):
+        interlace.parallelize(module)
+        return
+    said = rf"^0\.weight and 1\.{'kept' if tie is kept_as_buffer else 'weight'} share memory and are not one parameter"
+    with pytest.raises(ConfigError, match=said):
+        interlace.parallelize(module)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_call_of_a_part_outside_is_refused_where_its_weights_may_be_away() -> None:
+    """After a step copies of weights are away; between a forward pass and its backward a head may be used."""
+    torch.manual_seed(0)
+    x = torch.ones(1, 3, dtype=torch.float64)
+    for dtype in (torch.float64, None):
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(dtype or torch.float64)
+        plain, model = (
+            copy.deepcopy(module),
+            interlace.parallelize(module, compute_dtype=torch.float32 if dtype else None),
+        )
+        y = x.float() if dtype else x
+        plain[1](plain(x)).sum().backward()
+        model.module[1](model(y)).sum().backward()
+        assert torch.allclose(dict(model.whole_gradients())["1.weight"], plain[1].weight.grad, 1e-4, 1e-5)  # type: ignore[arg-type]
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if dtype is None:  # the main weights themselves
+            model(model.module[0](y)).sum().backward()
+            continue
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            with mode, pytest.raises(ConfigError, match=r"^0 was called outside the wrapped module; call the object"):
+                model.module[0](y)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_what_is_wrapped_already_is_refused() -> None:
+    """Twice, or as a part of another module; what was wrapped by something that is gone has values or says so."""
+    shared = nn.Linear(3, 3)
+    first, second = nn.Sequential(nn.Linear(3, 3), shared), nn.Sequential(shared, nn.Linear(3, 3))
+    model = interlace.parallelize(first)
+    for module, name in ((first, r"0\.weight"), (second, r"0\.weight"), (shared, "weight")):
+        with pytest.raises(ConfigError, match=rf"^{name} belongs to a module that is wrapped already"):
+            interlace.parallelize(module)
+    del model
+    model = interlace.parallelize(second)
+    model(torch.ones(1, 3)).sum().backward()
+    expanded = nn.Linear(3, 3)
+    expanded.bias = nn.Parameter(torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=r"^several elements of bias lie in one place of memory"):
+        interlace.parallelize(expanded)
+
+
 WRITES: dict[str, Callable[[nn.Module], Any]] = {
     "initialised": lambda module: module.apply(lambda each: each is module[0] and each.reset_parameters()),
     "clamped": lambda module: module[0].weight.clamp_(-0.1, 0.1),

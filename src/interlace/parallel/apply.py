@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -60,8 +61,9 @@ def parallelize(
     Hooks on the module's parameters see the gradient of this rank's part of the batch (`parallel.hooks`).
     Errors: `PlanError` when the mesh does not have as many ranks as there are processes, or needs an axis that cannot
     be executed, or heads do not divide by tp; `ConfigError` for a role of an unknown parameter, modules or arguments
-    that ranks do not share, what `DataParallel` refuses, and, when it steps, an optimizer of the module's own
-    parameters, or one that would train other numbers (`parallel.optimizers`).
+    that ranks do not share, tensors tied by their memory alone, parts of another wrapped module, what `DataParallel`
+    refuses, hooks that nobody would call, and, when it steps, an optimizer of the module's own parameters, or one that
+    would train other numbers (`parallel.optimizers`).
     """
     _check(module)
     found = resolve(module, roles or {})
@@ -120,6 +122,69 @@ def _check(module: nn.Module) -> None:
             raise ConfigError(f"{name} has no shape yet (a lazy module); run the module once before parallelize.")
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device; give it values before parallelize.")
+    _refuse_wrapped_parts(module)
+    _refuse_one_memory(module)
+
+
+def _refuse_wrapped_parts(module: nn.Module) -> None:
+    """`ConfigError` for a parameter of another wrapped module, or of one that is gone and left it without values."""
+    own = dict(module.named_parameters())
+    if optimizers.of_wrapped(own.values()):
+        gc.collect()  # of one that nobody has any more
+    held = optimizers.of_wrapped(own.values())
+    for name, parameter in own.items():
+        if id(parameter) in held:
+            raise ConfigError(
+                f"{name} belongs to a module that is wrapped already; wrap a module once, and modules that share one "
+                "as parts of one module around them."
+            )
+        if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+            raise ConfigError(
+                f"several elements of {name} lie in one place of memory, as those of an expanded tensor do, or of a "
+                "module whose wrapped form is gone; give it values of its own before parallelize."
+            )
+
+
+def _refuse_one_memory(module: nn.Module) -> None:
+    """`ConfigError` for two tensors that are tied by their memory alone, one of which is trained."""
+    named = [(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.numel()]
+    places = sorted(((_bytes(tensor), name, tensor) for name, tensor in named), key=lambda place: place[:2])
+    for number, ((storage, _, end), name, tensor) in enumerate(places):
+        for (other_storage, begin, _), other_name, other in places[number + 1 :]:
+            if other_storage != storage or begin >= end:
+                break
+            if (tensor.requires_grad or other.requires_grad) and _overlap(tensor, other):
+                first, second = sorted((name, other_name), key=[name for name, _ in named].index)
+                raise ConfigError(
+                    f"{first} and {second} share memory and are not one parameter, so a step on the one changes the "
+                    f"other, which would end here; tie them as one parameter ({second} = {first}), or give one a copy."
+                )
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Its storage, and there its first byte and one past its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin, size = int(tensor.storage_offset()), tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), begin * size, (begin + int(last) + 1) * size
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common: columns of one matrix may lie among each other."""
+    if one.dtype != other.dtype:
+        return True
+    base = min(one.storage_offset(), other.storage_offset())
+    end = max(_bytes(tensor)[2] // tensor.element_size() for tensor in (one, other))
+    taken = torch.zeros(end - base, dtype=torch.bool)
+    views = [
+        taken.as_strided(
+            [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)],
+            tensor.stride(),
+            tensor.storage_offset() - base,
+        )
+        for tensor in (one, other)
+    ]
+    views[0].fill_(True)
+    return bool(views[1].any())
 
 
 def _told(module: nn.Module, roles: Mapping[str, tuple[Role, int]]) -> Iterator[str]:

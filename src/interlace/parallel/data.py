@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,7 +41,7 @@ from interlace.errors import ConfigError
 from interlace.parallel import frozen, hooks, owed
 from interlace.parallel.flat import Flat, Round
 from interlace.parallel.part import Part
-from interlace.parallel.reads import Reads, eagerly
+from interlace.parallel.reads import Look, Reads, eagerly
 from interlace.parallel.run import Materialise
 from interlace.parallel.units import (
     IN_FLIGHT,
@@ -56,6 +57,11 @@ from interlace.parallel.units import (
 )
 from interlace.parallel.wrapped import Wrapped
 from interlace.plan.zero import backward_list
+
+OUTSIDE = (
+    "was called outside the wrapped module; call the object that parallelize returned (its run() for a method other "
+    "than forward)."
+)
 
 
 class DataParallel(Wrapped):
@@ -200,6 +206,21 @@ class DataParallel(Wrapped):
         if self.sharded:
             self._reads = Reads(self.units)
         self._early = [unit for unit in self.units if not any(flat.is_passing for flat in unit.flats)]
+        self._watch_root()
+
+    def _watch_root(self) -> None:
+        """Modules outside of every unit, too, are told from where they run."""
+        of_units = {inner for unit in self.units for inner in unit.module.modules()}
+        copies = {id(member.parameter) for flat in self.root.flats if flat.slot is not None for member in flat.members}
+        refuse = weakref.WeakMethod(self._refuse_outside)
+        for name, inner in self.module.named_modules():
+            if inner not in of_units and any(id(each) in copies for each in inner.parameters(recurse=False)):
+                inner.register_forward_pre_hook(Look(name, refuse), prepend=True)
+
+    def _refuse_outside(self, name: str) -> None:
+        away = torch.is_grad_enabled() or not all(flat.is_shown for flat in self.root.flats)
+        if self._phase == "rest" and away:
+            raise ConfigError(f"{name or 'the module itself'} {OUTSIDE}")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -346,10 +367,7 @@ class DataParallel(Wrapped):
 
     def _before_unit(self, unit: Unit) -> None:
         if self._phase == "rest":
-            raise ConfigError(
-                f"{unit.name} was called outside the wrapped module; call the object that parallelize returned "
-                "(its run() for a method other than forward)."
-            )
+            raise ConfigError(f"{unit.name} {OUTSIDE}")
         if self._phase == "forward":
             if not torch.is_grad_enabled() and not unit.gathered:
                 self._next_gather = min(self._next_gather, unit.position)  # once more, for the next token, say

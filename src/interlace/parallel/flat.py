@@ -204,6 +204,11 @@ class Flat(Run):
         return self.slot is None or self.slot.content is self
 
     @property
+    def is_shown(self) -> bool:
+        """Whether the parameters point at what was gathered."""
+        return self.slot is None or self._shown
+
+    @property
     def changed(self) -> bool:
         """Whether the main weights were written to since they were gathered, as far as torch can tell."""
         return self.main._version != self._version

@@ -67,6 +67,12 @@ def watch(model: DataParallel) -> None:
     _watch_steps()
 
 
+def of_wrapped(parameters: Iterable[nn.Parameter]) -> set[int]:
+    """The ids of those that belong to a wrapped module which is there."""
+    ids = {id(parameter) for parameter in parameters}
+    return {found for model in list(_looks) for found in model.parameter_ids & ids}
+
+
 @functools.cache
 def _watch_steps() -> None:
     """Once, and for good: PyTorch goes over its hooks while a collection of garbage might take one away."""

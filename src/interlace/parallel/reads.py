@@ -78,6 +78,23 @@ class Reads:
                         )
 
 
+class Look:
+    """A hook of a module that no unit holds: calls `look(name)` before it runs.
+
+    That of its copy, or of what is read from its pickle, looks at nothing, and none keeps the wrapped module alive.
+    """
+
+    def __init__(self, name: str, look: Callable[[], Callable[[str], None] | None] | None = None) -> None:
+        self.name, self.look = name, look
+
+    def __call__(self, *_: Any) -> None:
+        if self.look is not None and (look := self.look()) is not None:
+            eagerly(look, self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Look, (self.name,)
+
+
 def _number() -> int:
     """Of the node that is made next."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

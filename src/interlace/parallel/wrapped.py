@@ -87,6 +87,11 @@ class Wrapped(nn.Module):
         return [flat for unit in self.all_units for flat in unit.flats]
 
     @property
+    def parameter_ids(self) -> set[int]:
+        """Of the module's own parameters."""
+        return set(self._known.values())
+
+    @property
     def _trainable(self) -> list[Flat]:
         return [flat for flat in self.flats if flat.trainable]
 
@@ -242,7 +247,7 @@ class Wrapped(nn.Module):
 
     def refuse_changed(self) -> None:
         """`ConfigError` for a parameter that the module has since it was wrapped: nothing would train or save it."""
-        ids = set(self._known.values())
+        ids = self.parameter_ids
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._known.get(name, id(parameter)) != id(parameter) or id(parameter) not in ids:
                 raise ConfigError(
