@@ -46,6 +46,7 @@ ATTENTION = {64: 0.48, 128: 0.62}  # share of the peak, by head size, of long se
 SHORT = 1400  # positions at which a sequence reaches half of it
 WIDE, EAGER = 56, 1.7  # times the residual stream is read or written in a block, both passes; times that, not compiled
 INNER = 8  # the same of what lies between the two halves of an MLP
+ROUTED = 10  # the same of a row for each expert that a token visits, there and back (1.2b with 8 experts, one H200)
 ROWS = 4  # of logits
 ADDED = 20  # bytes an element of gradients that are added up, read and written, at half of the bandwidth
 UPDATED = 34  # bytes an element of an update and of the norm before it
@@ -307,7 +308,8 @@ def _unit(config: Config, cfg: ModelConfig, plan: ParallelPlan, topology: Topolo
         return _Pass(memory=_between(topology, itemsize * rows * cfg.hidden_size * 4))
     stream = rows * cfg.hidden_size / (plan.tp if plan.sequence == "on" else 1)
     inner = rows * _inner(cfg, name) / plan.tp
-    found += _Pass(memory=_between(topology, itemsize * eager * (WIDE * stream + INNER * inner)))
+    routed = rows * cfg.hidden_size * _choices(cfg, name)
+    found += _Pass(memory=_between(topology, itemsize * eager * (WIDE * stream + INNER * inner + ROUTED * routed)))
     if plan.recompute == "full":
         again = [sum(kind[0] for kind in (found.products, found.attention, found.memory))]
         return found + _Pass(memory=(0.0, again[0], 0.0))
@@ -321,11 +323,15 @@ def _between(topology: Topology, nbytes: float) -> tuple[float, float, float]:
     return FORWARD * seconds, (1 - FORWARD) * seconds, 0.0
 
 
+def _choices(cfg: ModelConfig, name: str) -> int:
+    """Experts that a token visits in a block."""
+    return cfg.experts_per_token if int(name.removeprefix("blocks.")) in cfg.expert_layers else 0
+
+
 def _inner(cfg: ModelConfig, name: str) -> int:
     """Features between the halves of a block's MLP, of all experts that a token visits."""
-    if int(name.removeprefix("blocks.")) in cfg.expert_layers:
-        return cfg.experts_per_token * cfg.expert_ffn_size + cfg.shared_ffn_size
-    return cfg.ffn_size
+    choices = _choices(cfg, name)
+    return choices * cfg.expert_ffn_size + cfg.shared_ffn_size if choices else cfg.ffn_size
 
 
 def _product(
