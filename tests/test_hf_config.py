@@ -309,7 +309,7 @@ def test_experts_by_their_other_name() -> None:
         ({"model_type": "mixtral", "num_local_experts": 0}, "model_type mixtral needs at least 1 expert, found 0"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            '(quantization_config is {"quant_method": "gptq"}), and weights',
+            '(quantization_config is {"quant_method": "gptq"}), and of such weights only those in fp8',
         ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers must be a list of layer numbers, found 1"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1, 2]}, "model.dense_layers leaves none of 3 layers"),
@@ -326,6 +326,9 @@ def test_experts_by_their_other_name() -> None:
         (V2 | {"qk_rope_head_dim": 0}, "qk_rope_head_dim must be an even number above 0, found 0"),
         (V2 | {"num_key_value_heads": 1}, "found num_kv_heads 1: set it to 4"),
         ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "the weights are quantised"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "the weights are quantised"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "the weights are quantised"),
+        ({"quantization_config": ["fp8"]}, "the weights are quantised"),
         ({"model_type": "dots1"}, "lacks n_routed_experts, num_experts_per_tok"),
         (DOTS1 | {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, found -1"),
         (DOTS1 | {"first_k_dense_replace": 7}, "model.dense_layers leaves none of 3 layers"),

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.models.moe import mix
-from interlace.permute import by_key, inverse, permuted, spread, total
+from interlace.permute import by_key, inverse, permuted, repeated, total
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 130])
@@ -31,7 +31,7 @@ def test_rows_spread_and_added_up_again(rows: int, k: int, compiled: bool) -> No
     weight = torch.randn(rows * k, 3, generator=made, dtype=torch.float64)
 
     def there_and_back(x: torch.Tensor) -> torch.Tensor:
-        rows_RD = spread(x, k, order, inverse(order)) * weight[order]
+        rows_RD = repeated(x, k, order, inverse(order)) * weight[order]
         return total(permuted(rows_RD, inverse(order), order).unflatten(0, (-1, k)))
 
     run = torch.compile(there_and_back, backend="aot_eager") if compiled else there_and_back

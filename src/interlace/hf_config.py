@@ -6,7 +6,7 @@ last three have latent attention (`hf_latent`).  Dense layers among layers of ex
 (`first_k_dense_replace`), any in the qwen types (`mlp_only_layers`, and all but every n-th by `decoder_sparse_step`).
 
 What a configuration says and this decoder does not do is refused by name, never dropped: an unknown rotary type, a
-key inside the rotary table that changes its meaning, quantised weights.  Absent keys take the
+key inside the rotary table that changes its meaning, quantised weights other than fp8 by blocks.  Absent keys take the
 model type's own defaults.  The auxiliary router loss is on only where `output_router_logits` is, as in transformers.
 """
 
@@ -133,6 +133,12 @@ def pairs_neighbours(folder: str | Path) -> bool:
     return bool(_parsed(_file(folder)).get("rope_interleave", True))
 
 
+def block(folder: str | Path) -> tuple[int, int] | None:
+    """Rows and columns of a weight in fp8 that share a scale, as DeepSeek-V3 is published; None of other folders."""
+    path = _file(folder)
+    return _block(_parsed(path), str(path))
+
+
 def _file(folder: str | Path) -> Path:
     path = Path(folder)
     return path / "config.json" if path.is_dir() else path
@@ -192,13 +198,26 @@ def _refuse(given: Mapping[str, Any], where: str) -> None:
             raise ConfigError(
                 f"{where}: {key} must be {json.dumps(allowed[0])} or absent, found {json.dumps(given[key])}"
             )
-    if how := given.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and weights are read as "
-            "they are: take a folder of bf16, fp16 or fp32 weights, or convert this one to it"
-        )
+    _block(given, where)
     for key in INTEGERS:
         integer(given.get(key, 0), key, where)
+
+
+def _block(given: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of a weight that share a scale; None of weights that are not quantised."""
+    how = given.get("quantization_config")
+    if not how:
+        return None
+    block = how.get("weight_block_size") if isinstance(how, Mapping) else None
+    sizes = block if isinstance(block, list) else []
+    whole = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
+    if not whole or how.get("quant_method") != "fp8" or how.get("fmt", "e4m3") != "e4m3":
+        raise ConfigError(
+            f"{where}: the weights are quantised (quantization_config is {json.dumps(how)}), and of such weights only "
+            "those in fp8 (e4m3) with a scale for each block are read: take a folder of bf16, fp16 or fp32 weights, or "
+            "convert this one to it"
+        )
+    return sizes[0], sizes[1]
 
 
 def _dims(kind: str, given: Mapping[str, Any], where: str) -> dict[str, Any]:

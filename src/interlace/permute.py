@@ -3,7 +3,7 @@
 `permuted(x, order, inverse)` equals `x.index_select(0, order)` for an order that has every row once, and so do its
 gradients.  Quicker because its backward pass reads rows by the inverse order; that of `index_select`, which may not
 assume that no row comes twice, adds each into its place: 596 us for 32,768 rows of 2,048 bf16 numbers on one H200.
-`spread(x, k, order, inverse)` is `permuted` of every row k times, and `total` the way back.
+`repeated(x, k, order, inverse)` is `permuted` of every row k times, and `total` the way back.
 
 Where the compiler traces, rows that a product reads are taken by an operator of its own, `interlace::rows`.  Of a
 gather in a graph the compiler chooses the order in memory, by what else its kernel reads, and PyTorch's grouped product
@@ -50,7 +50,7 @@ def permuted(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     return made_RD
 
 
-class _Spread(torch.autograd.Function):
+class _Repeated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, k: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
         ctx.save_for_backward(inverse_R)
@@ -63,9 +63,9 @@ class _Spread(torch.autograd.Function):
         return total(dy_RD.index_select(0, inverse_R).unflatten(0, (-1, ctx.k))), None, None, None
 
 
-def spread(x_ND: Tensor, k: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+def repeated(x_ND: Tensor, k: int, order_R: Tensor, inverse_R: Tensor) -> Tensor:
     """Every row k times, one after the other, in an order of all of these: [R D], R = N k."""
-    made_RD: Tensor = _Spread.apply(x_ND, k, order_R, inverse_R)  # type: ignore[no-untyped-call]
+    made_RD: Tensor = _Repeated.apply(x_ND, k, order_R, inverse_R)  # type: ignore[no-untyped-call]
     return made_RD
 
 

@@ -369,6 +369,92 @@ def test_tensors_come_in_the_order_of_the_model_whatever_the_order_saved(tmp_pat
     assert [name for name, _ in load_hf(tmp_path / "m")[1]] == [name for name, _ in decoder.named_parameters()]
 
 
+# --- weights in fp8 ------------------------------------------------------------------------------------------------
+
+
+def in_fp8(folder, block, change=lambda tensors: None, config=True):
+    """Turns the matrices of a folder's layers into fp8 with a scale for each block; what they stand for, by name."""
+    rows, columns = block
+    path, tensors, stands_for = folder / "model.safetensors", load_file(folder / "model.safetensors"), {}
+    for name, whole in list(tensors.items()):
+        if whole.dim() != 2 or ".layers." not in name or ".mlp.gate." in name:
+            continue
+        tall, wide = -(-whole.shape[0] // rows), -(-whole.shape[1] // columns)
+        scale, made = torch.empty(tall, wide), torch.empty(whole.shape, dtype=torch.float8_e4m3fn)
+        stands_for[name] = torch.empty(whole.shape)
+        for a in range(tall):
+            for b in range(wide):
+                place = slice(a * rows, (a + 1) * rows), slice(b * columns, (b + 1) * columns)
+                scale[a, b] = whole[place].abs().max() / 448.0
+                made[place] = (whole[place] / scale[a, b]).to(torch.float8_e4m3fn)
+                stands_for[name][place] = made[place].float() * scale[a, b]
+        tensors |= {name: made, f"{name}_scale_inv": scale}
+    change(tensors)
+    save_file(tensors, path)
+    if config:
+        known = json.loads((folder / "config.json").read_text())
+        how = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(block)}
+        (folder / "config.json").write_text(json.dumps(known | {"quantization_config": how}))
+    return stands_for
+
+
+@pytest.mark.parametrize("block", [(128, 128), (5, 3), (1, 4)])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_weights_in_fp8_come_as_what_they_stand_for(name, block, tmp_path):
+    """DeepSeek-V3 as it is published; without their scales such weights are noise."""
+    if name == "llama":
+        saved(tmp_path / "m", max_shard_bytes=1 << 30)
+    else:
+        save_theirs(theirs(name), tmp_path / "m")
+    plain = dict(load_hf(tmp_path / "m")[1])
+    stands_for = in_fp8(tmp_path / "m", block)
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    found = dict(load_hf(tmp_path / "m")[1])
+    assert len(stands_for) > 10
+    again = {part: stands_for.get(part, tensors[part]) for part in tensors if not part.endswith("_scale_inv")}
+    save_file(again, tmp_path / "m" / "model.safetensors")
+    known = json.loads((tmp_path / "m" / "config.json").read_text())
+    del known["quantization_config"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(known))
+    for part, expected in load_hf(tmp_path / "m")[1]:
+        assert torch.equal(found[part], expected), part
+        assert (found[part].float() - plain[part].float()).abs().max() <= 0.07 * plain[part].float().abs().max(), part
+    assert set(found) == set(plain)
+
+
+def without_its_scale(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+
+
+def with_a_scale_too_few(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight_scale_inv"] = torch.ones(3, 2)
+
+
+def with_a_scale_of_nothing(tensors):
+    tensors["model.norm.weight_scale_inv"] = torch.ones(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "said"),
+    [
+        (without_its_scale, True, r"no file model\.layers\.1\.mlp\.up_proj\.weight_scale_inv"),
+        (with_a_scale_too_few, True, r"weight_scale_inv has shape \[3, 2\], config\.json makes it \[3, 3\]"),
+        (
+            with_a_scale_of_nothing,
+            True,
+            r"model\.norm\.weight_scale_inv, which the model of config\.json does not have",
+        ),
+        (lambda tensors: None, False, r"_scale_inv"),
+    ],
+    ids=["no scale", "shape", "foreign", "not said"],
+)
+def test_scales_that_do_not_fit_are_named(change, config, said, tmp_path):
+    saved(tmp_path / "m", max_shard_bytes=1 << 30)
+    in_fp8(tmp_path / "m", (5, 3), change, config)
+    with pytest.raises(CheckpointError, match=said):
+        load_hf(tmp_path / "m")
+
+
 # --- faults --------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from interlace.collectives import Group, all_gather, all_to_all
-from interlace.permute import by_key, inverse, permuted, spread
+from interlace.permute import by_key, inverse, permuted, repeated
 
 
 def plain(
@@ -43,7 +43,7 @@ def plain(
     first = sum(owners[: group.rank])
     taken_WL = counts_WX[:, first : first + owners[group.rank]]
     taken = taken_WL.sum(dim=1).tolist()
-    rows_RD = spread(x_ND, k, order_R, inverse_R)[: sum(sent)]
+    rows_RD = repeated(x_ND, k, order_R, inverse_R)[: sum(sent)]
     theirs_SD = swap(rows_RD, group, sent, taken, "dispatch")
     local_S = torch.arange(taken_WL.shape[1], device=x_ND.device).repeat(ranks)
     keys_S = local_S.repeat_interleave(taken_WL.flatten(), output_size=sum(taken))

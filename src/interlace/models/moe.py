@@ -196,7 +196,7 @@ def mix(
     chosen_R = experts_Nk.flatten()  # R = N k
     order_R, counts_X = permute.by_key(chosen_R, X)
     inverse_R = permute.inverse(order_R)
-    rows_RD = permute.spread(x_ND, k, order_R, inverse_R)
+    rows_RD = permute.repeated(x_ND, k, order_R, inverse_R)
     if not drops:
         made_RD = experts(rows_RD, counts_X, gate_XFD, up_XFD, down_XDF)
     else:  # they stand last, where a grouped product leaves output and gradient unwritten

@@ -31,6 +31,8 @@ from interlace.hf_latent import turned_rows
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+QUANTISED = "F8_E4M3"
+SCALE = "_scale_inv"  # behind the name of a weight in fp8: what its blocks are multiplied by
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _MODULES = {
@@ -118,6 +120,9 @@ def hf_names(cfg: ModelConfig) -> dict[str, tuple[str, ...]]:
 def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor]]]:
     """The configuration, and (our name, tensor on the CPU in its stored dtype) in the model's order.
 
+    Weights in fp8 with a scale for each block (DeepSeek-V3, arXiv 2412.19437, section 3.3) come as the fp32 numbers
+    that they stand for.
+
     All of the folder but the values is checked before this returns.  The iterator refuses a tensor with an element that
     is NaN or infinite; else only a failing disk can stop it.  A tied head is not among the tensors.  A `.safetensors`
     file that the index does not name is left alone, with a warning.
@@ -132,11 +137,11 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
     _check_tensors(folder, cfg, shards, place)
 
     stacked = {parameter.name for parameter in spec.parameters(cfg) if parameter.role is spec.Role.EXPERT}
-    pairs_neighbours = hf_config.pairs_neighbours(folder)
+    pairs_neighbours, block = hf_config.pairs_neighbours(folder), hf_config.block(folder)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parts in hf_names(cfg).items():
-            loaded = [_finite(folder / place[part], part, shards[place[part]]) for part in parts]
+            loaded = [_values(folder, part, shards, place, block) for part in parts]
             rows = turned_rows(cfg, name, pairs_neighbours)
             yield name, torch.stack(loaded) if name in stacked else loaded[0] if rows is None else loaded[0][rows]
 
@@ -232,7 +237,7 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
         raise CheckpointError(f"{where} lacks {_some(missing)}, which config.json asks for{rest}")
     if cfg.tie_embeddings and "lm_head.weight" in place:
         embedding, head = (
-            _finite(folder / place[name], name, shards[place[name]])
+            _finite(folder / place[name], name, shards[place[name]].get_tensor(name))
             for name in ("model.embed_tokens.weight", "lm_head.weight")
         )
         if not torch.equal(head, embedding):
@@ -246,29 +251,66 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
     if further := [name for name in place if any(name.startswith(f"model.layers.{layer}.") for layer in behind)]:
         warnings.warn(f"{folder}: {_some(further)} ignored, which guess further tokens", stacklevel=3)
         known_spare += further
-    if foreign := [name for name in place if name not in expected and name not in known_spare]:
+    block = hf_config.block(folder)
+    scales = _scales(folder, expected, shards, place, block) if block else {}
+    known = {*expected, *known_spare, *scales}
+    if foreign := [name for name in place if name not in known]:
         raise CheckpointError(
             f"{folder / place[foreign[0]]} holds {_some(foreign)}, which the model of config.json does not have"
         )
-    for name, shape in expected.items():
+    for name, shape in (expected | scales).items():
         view = shards[place[name]].get_slice(name)
         if tuple(view.get_shape()) != shape:
             raise CheckpointError(
                 f"{folder / place[name]}: {name} has shape {view.get_shape()}, config.json makes it {list(shape)}"
             )
-        if view.get_dtype() not in FLOATS:
+        if view.get_dtype() not in FLOATS and not (f"{name}{SCALE}" in scales and view.get_dtype() == QUANTISED):
             raise CheckpointError(
                 f"{folder / place[name]}: {name} is stored as {view.get_dtype()}, known are {', '.join(FLOATS)}"
             )
 
 
-def _finite(path: Path, name: str, shard: Any) -> Tensor:
-    """A tensor of an open shard, refused unless all of its elements are finite.
+def _scales(
+    folder: Path,
+    expected: dict[str, tuple[int, ...]],
+    shards: dict[str, Any],
+    place: dict[str, str],
+    block: tuple[int, int],
+) -> dict[str, tuple[int, ...]]:
+    """The scales that stand beside weights in fp8, and their shapes."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in expected.items():
+        if shards[place[name]].get_slice(name).get_dtype() != QUANTISED or len(shape) != 2:
+            continue
+        if f"{name}{SCALE}" not in place:
+            raise CheckpointError(
+                f"{folder / place[name]} holds {name} in fp8, and no file {name}{SCALE}, which its blocks are to be "
+                "multiplied by: fetch the folder again"
+            )
+        found[f"{name}{SCALE}"] = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    return found
+
+
+def _values(
+    folder: Path, name: str, shards: dict[str, Any], place: dict[str, str], block: tuple[int, int] | None
+) -> Tensor:
+    """A tensor, times its scales where it has some."""
+    stored: Tensor = shards[place[name]].get_tensor(name)
+    if block is None or stored.dtype != torch.float8_e4m3fn:
+        return _finite(folder / place[name], name, stored)
+    beside = f"{name}{SCALE}"
+    scale = _finite(folder / place[beside], beside, shards[place[beside]].get_tensor(beside)).float()
+    for dim, each in enumerate(block):
+        scale = scale.repeat_interleave(each, dim).narrow(dim, 0, stored.shape[dim])
+    return _finite(folder / place[name], name, stored.float().mul_(scale))
+
+
+def _finite(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a file, refused unless all of its elements are finite.
 
     NaN and infinity show in the least or the greatest element: one pass at the memory's speed, where `isfinite` takes
     twenty times as long.
     """
-    tensor: Tensor = shard.get_tensor(name)
     if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
         nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
         kinds = " and ".join(f"{count:,} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count)

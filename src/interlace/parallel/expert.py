@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from interlace.collectives import Group, all_to_all
 from interlace.collectives.autograd import Exchange
 from interlace.parallel.part import Part, replace_parameters
-from interlace.permute import by_key, inverse, permuted, spread
+from interlace.permute import by_key, inverse, permuted, repeated
 from interlace.plan import expert as plan
 from interlace.plan.tensor import slices
 from interlace.spec import Parameter, Role
@@ -191,7 +191,7 @@ class Rows:
         chosen_R = experts_Nk.flatten()
         order_R, counts_X = by_key(chosen_R, num_experts)
         inverse_R = inverse(order_R)
-        return cls(spread(x_ND, experts_Nk.shape[1], order_R, inverse_R), order_R, inverse_R, counts_X)
+        return cls(repeated(x_ND, experts_Nk.shape[1], order_R, inverse_R), order_R, inverse_R, counts_X)
 
 
 def exchange(halves: Sequence[Rows], axis: ExpertAxis) -> list[tuple[Exchange, Tensor]]:
