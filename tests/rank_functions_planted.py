@@ -197,8 +197,9 @@ def combine_unsorted(rank: int) -> Any:
     """Rows that come back are weighted in the order of experts, not of tokens."""
     plain = expert.combine
 
-    def combine(made_RD: Tensor, order_R: Tensor, weights_Nk: Tensor) -> Tensor:
-        return plain(made_RD, torch.arange(len(order_R)), weights_Nk)
+    def combine(made_RD: Tensor, order_R: Tensor, inverse_R: Tensor, weights_Nk: Tensor) -> Tensor:
+        own_R = torch.arange(len(order_R))
+        return plain(made_RD, own_R, own_R, weights_Nk)
 
     return mock.patch.object(expert, "combine", combine)
 
@@ -208,8 +209,9 @@ def rows_in_order_of_ranks(rank: int) -> Any:
     plain = expert._by_expert
 
     def by_expert(rows_RD: Tensor, taken: Tensor) -> Any:
-        _, _, counts = plain(rows_RD, taken)
-        return rows_RD, torch.arange(len(rows_RD)), counts
+        *_, counts = plain(rows_RD, taken)
+        own_R = torch.arange(len(rows_RD))
+        return rows_RD, own_R, own_R, counts
 
     return mock.patch.object(expert, "_by_expert", by_expert)
 
