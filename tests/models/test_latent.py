@@ -162,7 +162,7 @@ def test_dropped_probabilities_do_not_hang_on_the_batch():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TensorFloat32")  # said by the compiler
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_on_a_gpu_in_bf16(packed, compiled):
