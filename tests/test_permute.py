@@ -24,7 +24,7 @@ def test_permuted_is_index_select(rows: int) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("rows", "k"), [(0, 2), (5, 1), (9, 8)])
-def test_rows_spread_and_added_up_again(rows: int, k: int, compiled: bool) -> None:
+def test_rows_repeated_and_added_up_again(rows: int, k: int, compiled: bool) -> None:
     made = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 3, generator=made, dtype=torch.float64, requires_grad=True)
     order = torch.randperm(rows * k, generator=made)

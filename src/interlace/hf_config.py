@@ -208,8 +208,8 @@ def _block(given: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     how = given.get("quantization_config")
     if not how:
         return None
-    block = how.get("weight_block_size") if isinstance(how, Mapping) else None
-    sizes = block if isinstance(block, list) else []
+    found = how.get("weight_block_size") if isinstance(how, Mapping) else None
+    sizes = found if isinstance(found, list) else []
     whole = len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)
     if not whole or how.get("quant_method") != "fp8" or how.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(

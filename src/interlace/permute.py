@@ -5,9 +5,10 @@ gradients.  Quicker because its backward pass reads rows by the inverse order; t
 assume that no row comes twice, adds each into its place: 596 us for 32,768 rows of 2,048 bf16 numbers on one H200.
 `repeated(x, k, order, inverse)` is `permuted` of every row k times, and `total` the way back.
 
-Where the compiler traces, rows that a product reads are taken by an operator of its own, `interlace::rows`.  Of a
-gather in a graph the compiler chooses the order in memory, by what else its kernel reads, and PyTorch's grouped product
-stops the device where the numbers of a row do not lie together.
+Where the compiler traces, rows that a product reads are taken by an operator of its own, `interlace::rows`, whose
+result is contiguous.  PyTorch's grouped product stops the device where the rows of an expert are the inner dimension and
+not a multiple of 16 bytes; it did so once with gathers in the graph (torch 2.11, one H200), of which the compiler chooses
+the order in memory.  That this was the cause is inferred: on CPUs the same graph kept its rows together.
 """
 
 from __future__ import annotations

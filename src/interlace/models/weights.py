@@ -134,10 +134,11 @@ def load_hf(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, Tensor
         raise CheckpointError(f"{folder} holds no config.json: name a Hugging Face model folder")
     cfg = hf_config.read(folder)
     shards, place = _open(folder)
-    _check_tensors(folder, cfg, shards, place)
+    block = hf_config.block(folder)
+    _check_tensors(folder, cfg, shards, place, block)
 
     stacked = {parameter.name for parameter in spec.parameters(cfg) if parameter.role is spec.Role.EXPERT}
-    pairs_neighbours, block = hf_config.pairs_neighbours(folder), hf_config.block(folder)
+    pairs_neighbours = hf_config.pairs_neighbours(folder)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, parts in hf_names(cfg).items():
@@ -222,7 +223,9 @@ def _open_shard(path: Path, wanted: list[str]) -> Any:
     return shard
 
 
-def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place: dict[str, str]) -> None:
+def _check_tensors(
+    folder: Path, cfg: ModelConfig, shards: dict[str, Any], place: dict[str, str], block: tuple[int, int] | None
+) -> None:
     """Every part of every parameter is there, in its shape and a float dtype, and nothing else is."""
     expected: dict[str, tuple[int, ...]] = {}
     for parameter in (*spec.parameters(cfg), *spec.buffers(cfg)):
@@ -251,7 +254,6 @@ def _check_tensors(folder: Path, cfg: ModelConfig, shards: dict[str, Any], place
     if further := [name for name in place if any(name.startswith(f"model.layers.{layer}.") for layer in behind)]:
         warnings.warn(f"{folder}: {_some(further)} ignored, which guess further tokens", stacklevel=3)
         known_spare += further
-    block = hf_config.block(folder)
     scales = _scales(folder, expected, shards, place, block) if block else {}
     known = {*expected, *known_spare, *scales}
     if foreign := [name for name in place if name not in known]:
