@@ -6,9 +6,9 @@ assume that no row comes twice, adds each into its place: 596 us for 32,768 rows
 `repeated(x, k, order, inverse)` is `permuted` of every row k times, and `total` the way back.
 
 Where the compiler traces, rows that a product reads are taken by an operator of its own, `interlace::rows`, whose
-result is contiguous.  PyTorch's grouped product stops the device where the rows of an expert are the inner dimension and
-not a multiple of 16 bytes; it did so once with gathers in the graph (torch 2.11, one H200), of which the compiler chooses
-the order in memory.  That this was the cause is inferred: on CPUs the same graph kept its rows together.
+result is contiguous.  PyTorch's grouped product stops the device where the rows of an expert are the inner dimension
+and not a multiple of 16 bytes; it did so once with gathers in the graph (torch 2.11, one H200), of which the compiler
+chooses the order in memory.  That this was the cause is inferred: on CPUs the same graph kept its rows together.
 """
 
 from __future__ import annotations
